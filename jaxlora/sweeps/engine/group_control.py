@@ -1,7 +1,6 @@
 """A group's part of a sweep: it trains what it is given, and asks how to go on."""
 
 import logging
-import os
 import pathlib
 import threading
 import time
@@ -369,10 +368,9 @@ class GroupControl(Control[SweepReport], Callback):
         """Sends the progress of jobs, which also shows that this process is alive."""
         jobs, self._progress = self._progress, {}
         self._sent = time.monotonic()
+        memory = _used_memory()
         self._link.send(
-            m.Progress(
-                jobs=jobs, tokens_per_second=self._speed, resources=host_resources()
-            )
+            m.Progress(jobs=jobs, tokens_per_second=self._speed, memory=memory)
         )
 
 
@@ -396,18 +394,19 @@ def _point(job: JobState) -> m.Point:
     return job.name, progress.step, progress.last_eval, progress.last_metric
 
 
-def host_resources() -> dict[str, float]:
-    """Returns the load per processor, and the share of the memory that is in use."""
-    found = {"load": os.getloadavg()[0] / (os.cpu_count() or 1)}
+def _used_memory() -> float | None:
+    """Returns the share of the host's memory that is in use; None: it is not known."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
-        return found
-    parts = (line.partition(":") for line in lines)
-    kib = {name: int(rest.split()[0]) for name, _, rest in parts}
-    if {"MemTotal", "MemAvailable"} <= kib.keys():
-        found["memory"] = 1 - kib["MemAvailable"] / kib["MemTotal"]
-    return found
+        return None
+    kib = {
+        name: int(rest.split()[0])
+        for name, _, rest in (x.partition(":") for x in lines)
+    }
+    if not {"MemTotal", "MemAvailable"} <= kib.keys():
+        return None
+    return 1 - kib["MemAvailable"] / kib["MemTotal"]
 
 
 class _Ends:

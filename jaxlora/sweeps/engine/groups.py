@@ -1,30 +1,16 @@
-"""The groups of devices, whose workers are started, watched and ended."""
+"""The groups of devices of a sweep: what each of them trains, and their files."""
 
 import dataclasses
-import logging
+import itertools
 import pathlib
-import time
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlora.common.counted import counted
-from jaxlora.errors import ProcessError
-from jaxlora.run.folder import clean_up
-from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.launch import Lost
-from jaxlora.sweeps.engine.ledger import Journal
-from jaxlora.sweeps.engine.state import GROUPS, SweepState
-from jaxlora.sweeps.engine.transport import Workers
-
-logger = logging.getLogger(__name__)
-
-ROUND_SECONDS = 0.5  # to wait for messages
-_RETRY_SECONDS = 5.0  # between two attempts to start a group whose devices are gone
-_MOST_FAILURES = 3  # losses in a row, without a step between them
-_SILENT_SECONDS = 1800.0  # the longest compilation, after which a worker has hung
-_STOPPED_SECONDS = 120.0  # without a sign of life, after which a process is stopped
-_START_SECONDS = 300.0  # until the first one, as imports may take long
-_END_SECONDS = 120.0
+from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
+from jaxlora.errors import StorageError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, is_own
+from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -44,7 +30,7 @@ class Group:
             the time by which the first one must come.
         next_start: Time before which no worker is started.
         tokens_per_second: Speed of its latest window.
-        resources: What its host reports.
+        memory: Share of its host's memory that is in use; None: it is not known.
     """
 
     num_slots: int
@@ -58,142 +44,155 @@ class Group:
     beat: float = 0.0
     next_start: float = 0.0
     tokens_per_second: float | None = None
-    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory: float | None = None
 
 
-class Supervisor:
-    """Keeps a worker in each group that has work.
+def free_slots(state: SweepState, groups: Sequence[Group]) -> dict[int, int]:
+    """Returns the free slots of each live group; negative where more wait than fit."""
+    return {
+        number: group.num_slots - state.num_active(number)
+        for number, group in enumerate(groups)
+        if group.is_live
+    }
 
-    Attributes:
-        groups: The groups, by number.
-        is_ending: Whether no further work is given.
+
+def choose(
+    queue: Sequence[Configuration],
+    groups: Sequence[Group],
+    free: Mapping[int, int],
+) -> tuple[Configuration, int] | None:
+    """Returns the next configuration to give, and its group; None if none fits.
+
+    A planned group takes its own configurations, in their order. When it has no more,
+    it takes over the last one of the group that has most of them left. So a plan whose
+    times were wrong leaves no group idle.
+
+    Args:
+        queue: Configurations that may train, in their order.
+        groups: The groups.
+        free: Free slots of each live group.
     """
+    open_groups = sorted((n for n in free if free[n] > 0), key=lambda n: (-free[n], n))
+    if not any(groups[n].names for n in open_groups):
+        fitting = ((c, [n for n in open_groups if _fits(c, groups, n)]) for c in queue)
+        found, places = next((one for one in fitting if one[1]), (None, []))
+        return None if found is None else (found, _emptiest(found, places, free))
+    of_plan = {
+        name: (number, place)
+        for number, group in enumerate(groups)
+        for place, name in enumerate(group.names)
+    }
+    late = -1, 0
+    for _, level in itertools.groupby(queue, key=lambda c: c.priority):
+        waiting: dict[int, list[Configuration]] = {}
+        for found in sorted(level, key=lambda c: of_plan.get(c.name, late)):
+            number, _ = of_plan.get(found.name, late)
+            waiting.setdefault(number, []).append(found)
+        for number in open_groups:
+            for found in waiting.get(number, ()):
+                if found.left != number:
+                    return found, number
+        for number in open_groups:
+            for other in sorted(waiting, key=lambda n: (-len(waiting[n]), n)):
+                for found in reversed(waiting[other]):
+                    if _fits(found, groups, number):
+                        return found, number
+    return None
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        state: SweepState,
-        groups: list[Group],
-        workers: Workers,
-        journal: Journal,
-    ):
-        """Makes the object; no worker runs.
 
-        Args:
-            folder: Folder of the sweep.
-            state: The sweep.
-            groups: The groups.
-            workers: Starts workers.
-            journal: Gets what happens to them.
-        """
-        self._folder, self._state, self.groups = folder, state, groups
-        self._workers, self._journal = workers, journal
-        self.is_ending = False
-        self._looked = time.monotonic()
+def _fits(found: Configuration, groups: Sequence[Group], number: int) -> bool:
+    """Whether the slots of a group hold a configuration, or none hold more."""
+    limit = groups[number].slot_rank
+    if limit is None:
+        return True
+    most = max(group.slot_rank or 0 for group in groups)
+    return limit == most or found.rank <= limit
 
-    def start_due(self) -> None:
-        """Starts workers where there are none, and ends those that hang."""
-        now = time.monotonic()
-        # Where this process was stopped itself, their messages have not been read yet.
-        was_away = now - self._looked > _STOPPED_SECONDS / 2
-        self._looked = now
-        for number, group in enumerate(self.groups):
-            if group.is_live:
-                if was_away:
-                    group.beat = max(group.beat, now)
-                self._kill_if_silent(number, group, now)
-            elif (
-                not group.is_given_up
-                and now >= group.next_start
-                and self._needs(number)
+
+def _emptiest(
+    found: Configuration, places: Sequence[int], free: Mapping[int, int]
+) -> int:
+    """Returns the group with the most free slots, another one than before if it can."""
+    return max(places, key=lambda n: (n != found.left, free[n], -n))
+
+
+def moves(state: SweepState, groups: Sequence[Group]) -> Iterator[Configuration]:
+    """Yields configurations that wait for a slot while other groups have free ones.
+
+    Args:
+        state: The sweep, whose queue is empty.
+        groups: The groups.
+    """
+    spare = free_slots(state, groups)
+    num_moving = sum(found.is_moving for n in spare for found in state.of_group(n))
+    num_free = sum(max(0, count) for count in spare.values()) - num_moving
+    for number, count in spare.items():
+        for found in state.of_group(number):
+            if count >= 0 or num_free <= 0:
+                break
+            if _may_move(state, found) and any(
+                spare[n] > 0 and n != number and _fits(found, groups, n) for n in spare
             ):
-                self._start(number, group)
-        if all(group.is_given_up for group in self.groups):
-            raise ProcessError(
-                f"the workers of all {counted(len(self.groups), 'group')} have ended "
-                f"{_MOST_FAILURES} times in a row without a step. See their logs in "
-                f"{self._folder / GROUPS}; then continue with --resume."
+                yield found
+                count += 1
+                num_free -= 1
+
+
+def _may_move(state: SweepState, found: Configuration) -> bool:
+    is_idle = found.progress.status in ("waiting", "paused")
+    is_free = found.held is None and found.stop is None and not found.is_moving
+    return is_idle and is_free and not state.waits(found) and state.may_leave(found)
+
+
+# ---- the checkpoints of all groups, and the adapters that stay -----------------------
+
+
+def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | None:
+    """Moves a PEFT folder to its place, where an earlier attempt may have been.
+
+    The move is on the disk when this returns, so that a record may name the place.
+
+    Args:
+        sweep: Folder of the sweep.
+        name: The configuration.
+        folder: Its PEFT folder in the run of a group; missing if it was moved before.
+
+    Returns:
+        Its place, within the folder of the sweep; None if there is no such folder.
+
+    Raises:
+        StorageError: It cannot be moved, or a link leads out of the sweep's folder.
+    """
+    kept = f"{ADAPTERS}/{name}"
+    if folder.is_dir():
+        is_inside = folder.resolve().is_relative_to(sweep.resolve())
+        if not (is_inside and is_own(sweep, kept)):
+            raise StorageError(
+                f"{folder} is not moved to {sweep / kept}: a link leads out of the "
+                "folder of the sweep. Replace it by a folder."
             )
+        with wrap_os_errors(sweep / kept):
+            make_folder(sweep / ADAPTERS)
+            if (sweep / kept).exists():
+                shutil.rmtree(sweep / kept)
+            folder.rename(sweep / kept)
+            sync_folder(sweep / ADAPTERS)
+    return kept if (sweep / kept).is_dir() else None
 
-    def _kill_if_silent(self, number: int, group: Group, now: float) -> None:
-        """Kills a worker that is stopped, or whose thread that trains hangs."""
-        for since, limit, what in (
-            (group.heard, _SILENT_SECONDS, "message"),
-            (group.beat, _STOPPED_SECONDS, "sign of life"),
-        ):
-            if now - since > limit:
-                logger.warning(
-                    "group %d: no %s in %g s; its worker is killed", number, what, limit
-                )
-                group.heard = group.beat = now
-                self._workers.kill(number)
-                return
 
-    def _needs(self, number: int) -> bool:
-        """Whether there is work for another group."""
-        return bool(self._state.queue()) or not self._state.starts.get(number)
+def remove_unused(sweep: pathlib.Path, state: SweepState) -> None:
+    """Removes checkpoints of ended workers that no configuration needs.
 
-    def _start(self, number: int, group: Group) -> None:
-        name = self._state.next_folder(number)
-        folder = self._folder / name
-        self._journal.record("start", group=number, folder=name)
-        self._journal.flush()  # so that the next driver knows of the folder
-        if not self._workers.start(number, folder):
-            self._journal.record(
-                "lost", group=number, reason="its devices are not there"
-            )
-            group.next_start = time.monotonic() + _RETRY_SECONDS
-            return
-        group.is_live, group.heard = True, time.monotonic()
-        group.beat = group.heard + _START_SECONDS
-        run = {**group.run, "output_dir": str(folder)}
-        self._journal.send(number, m.Begin(run=run))
-        logger.info("group %d: started in %s", number, folder)
-
-    def lose(self, number: int, reason: str) -> None:
-        """Takes note of the end of a worker."""
-        group = self.groups[number]
-        group.is_live, group.tokens_per_second = False, None
-        self._journal.forget(number)
-        clean_up(self._folder / self._state.folders[number])
-        if self.is_ending:
-            return
-        num_held = len(self._state.of_group(number))
-        self._journal.record("lost", group=number, reason=reason)
-        group.failures += 1
-        group.is_given_up = group.failures >= _MOST_FAILURES
-        logger.warning(
-            "group %d is lost: %s. Its %s from the last checkpoint%s",
-            number,
-            reason,
-            counted(num_held, "configuration")
-            + (" go on" if num_held != 1 else " goes on"),
-            "; the group is given up" if group.is_given_up else "",
-        )
-
-    def end(
-        self,
-        take: Callable[[list[tuple[int, m.FromWorker | Lost]]], None],
-        *,
-        is_finished: bool,
-    ) -> None:
-        """Lets all workers end.
-
-        Args:
-            take: Follows what they still send.
-            is_finished: Whether nothing is left to train.
-        """
-        self.is_ending = True
-        end = time.monotonic() + _END_SECONDS
-        live = [g for g, group in enumerate(self.groups) if group.is_live]
-        for group in live:
-            self._workers.send(group, [m.Finish() if is_finished else m.End()])
-        while any(group.is_live for group in self.groups):
-            if time.monotonic() > end:
-                late = [g for g, group in enumerate(self.groups) if group.is_live]
-                logger.warning("groups %s do not end; killing them", late)
-                for group in late:
-                    self._workers.kill(group)
-                    self.groups[group].is_live = False
-            take(self._workers.receive(ROUND_SECONDS))
-            self._journal.flush()
+    Args:
+        sweep: Folder of the sweep.
+        state: The sweep.
+    """
+    names = [f"{GROUPS}/{path.name}" for path in (sweep / GROUPS).glob("*")]
+    with_states = [
+        name
+        for name in names
+        if (sweep / name / CHECKPOINTS).is_dir()
+        and is_own(sweep, f"{name}/{CHECKPOINTS}")
+    ]
+    for name in state.unused_folders(with_states):
+        shutil.rmtree(sweep / name / CHECKPOINTS, ignore_errors=True)

@@ -175,12 +175,12 @@ class Progress(_Message):
     Attributes:
         jobs: Progress of the configurations that have changed, by name.
         tokens_per_second: Speed of the latest window; None before the first.
-        resources: What the host reports, by name.
+        memory: Share of the host's memory that is in use; None: it is not known.
     """
 
     jobs: Mapping[JobName, JobProgress]
     tokens_per_second: float | None = None
-    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,9 @@ import sys
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.run.lock import RunLock
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.sweeps.engine import groups, run
+from jaxlora.sweeps.engine import driver, run
 from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.groups import Group
 from jaxlora.sweeps.engine.launch import Launcher
 from jaxlora.sweeps.engine.launch_ray import joined_cluster
 from jaxlora.sweeps.engine.ledger import Ledger
@@ -57,11 +58,11 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
     state = SweepState(jobs, rules)
     own = "slots", "steps", "every", "kills", "signal", "pause"
     fake = {key: options[key] for key in own if key in options}
-    seconds = options.get("stopped_seconds", groups._STOPPED_SECONDS)
-    groups._STOPPED_SECONDS = seconds
+    seconds = options.get("stopped_seconds", driver._STOPPED_SECONDS)
+    driver._STOPPED_SECONDS = seconds
     environ = {"JAXLORA_FAKE": json.dumps(fake)}
     made = [
-        groups.Group(num_slots=options["slots"], run={"jobs": jobs})
+        Group(num_slots=options["slots"], run={"jobs": jobs})
         for _ in range(options["groups"])
     ]
     run.Ledger = DyingLedger

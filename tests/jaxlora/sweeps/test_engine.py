@@ -21,14 +21,13 @@ from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import RunLock
 from jaxlora.sweeps import suggesting
-from jaxlora.sweeps.engine import groups as supervision
+from jaxlora.sweeps.engine import driver as driving
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.driver import Driver, keep_adapter
-from jaxlora.sweeps.engine.groups import Group
+from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.groups import Group, choose, keep_adapter, moves
 from jaxlora.sweeps.engine.launch import Launcher, Lost
 from jaxlora.sweeps.engine.ledger import Ledger
-from jaxlora.sweeps.engine.placement import choose, moves
-from jaxlora.sweeps.engine.requests import Requests
+from jaxlora.sweeps.engine.requests import Requests, clone, pause, resume, stop
 from jaxlora.sweeps.engine.run import _open, check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
 from jaxlora.sweeps.engine.transport import Workers
@@ -283,7 +282,7 @@ def test_requests(make, tmp_path):
     # The next start continues the paused one, and has the job that was added.
     second = make()
     with pytest.raises(ConfigError, match="has ended: all steps are done"):
-        second.stop("late", "")
+        stop(second, "late", "")
     assert send(tmp_path, "resume", "c1").is_accepted
     second.run(each_round=Requests(tmp_path))
     assert statuses(second)["c1"] == "finished"
@@ -293,17 +292,17 @@ def copy_of(driver, of: str, **changes) -> str:
     """Copies a configuration that trains; the settings of a test are too few."""
     found = driver.state.configurations[of]
     found.settings = {"data": {"path": "x"}, "eval_fraction": 0.1, **found.settings}
-    return driver.clone(of, {"learning_rate": 1e-3, **changes})
+    return clone(driver, of, {"learning_rate": 1e-3, **changes})
 
 
 def test_a_copy_starts_in_the_group_of_its_configuration(make):
     driver = make(jobs=2)
-    driver._supervisor.start_due()
+    driver._start_due()
     driver._assign()
     group = driver.state.configurations["c1"].group
     assert copy_of(driver, "c1", name="copy") == "copy"
     with pytest.raises(ConfigError, match=r"copy.*to start as a copy itself"):
-        driver.clone("copy", {"learning_rate": 3e-3})
+        clone(driver, "copy", {"learning_rate": 3e-3})
     with pytest.raises(ConfigError, match="rank: cannot change in a copy"):
         copy_of(driver, "c0", rank=4)
     driver._assign()
@@ -311,12 +310,12 @@ def test_a_copy_starts_in_the_group_of_its_configuration(make):
     assert copy.group == group  # although it has no free slot
     both = copy, driver.state.configurations["c1"]
     assert not any(map(driver.state.may_leave, both))
-    driver._journal.flush()
+    driver.flush()
     facts = m.JobFacts(name="copy", num_steps=STEPS, clone_step=3)
     driver._take([(group, m.Ready(jobs=(facts,)))])
     assert copy.settings["clone_of"] == {"job": "c1", "step": 3}
     assert driver.state["copy"].step == 3  # no rung before it waits for the copy
-    assert driver._journal._outbox[group] == [m.Ask(action="begin", name="copy")]
+    assert driver._outbox[group] == [m.Ask(action="begin", name="copy")]
     driver._take([(group, m.Saved(name="copy", is_released=False))])
     assert driver.state.may_leave(copy)
 
@@ -324,26 +323,26 @@ def test_a_copy_starts_in_the_group_of_its_configuration(make):
 def test_a_copy_whose_start_is_not_known_starts_again(make):
     """Its worker is lost before the step is in the ledger, or a checkpoint has it."""
     driver = make(jobs=2)
-    driver._supervisor.start_due()
+    driver._start_due()
     driver._assign()
     copy_of(driver, "c1", name="copy")
     driver._assign()
     copy, parent = (driver.state.configurations[n] for n in ("copy", "c1"))
     driver._take([(copy.group, Lost(reason="it died"))])
     assert copy.sources == [] and parent.sources and copy not in driver.state.queue()
-    driver.pause("c1", "enough")
-    driver.stop("c0", "enough")
+    pause(driver, "c1", "enough")
+    stop(driver, "c0", "enough")
     stopped = JobProgress(status="stopped")
-    driver._end(driver.state.configurations["c0"].group, "c0", stopped)
+    driver.note_end(driver.state.configurations["c0"].group, "c0", stopped)
     assert driver.state.is_over()  # both wait for the user
-    driver.resume("c1")
+    resume(driver, "c1")
     assert not driver.state.is_over() and not driver.state.copies()
-    driver._supervisor.start_due()
+    driver._start_due()
     driver._assign()
     driver._assign()
     assert copy.group == parent.group is not None
     # Where the other one has ended, a worker looks whether a checkpoint has the copy.
-    driver._end(parent.group, "c1", JobProgress(status="finished"))
+    driver.note_end(parent.group, "c1", JobProgress(status="finished"))
     driver._take([(copy.group, Lost(reason="it died"))])
     assert driver.state.queue() == [copy]
 
@@ -419,7 +418,7 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
     driver = make(workers=InstantWorkers(dies=5))
     assert not driver.run() and set(statuses(driver).values()) == {"finished"}
     assert [group.is_given_up for group in driver.groups] == [True, False]
-    monkeypatch.setattr(supervision, "_MOST_FAILURES", 2)
+    monkeypatch.setattr(driving, "_MOST_FAILURES", 2)
     with pytest.raises(ProcessError, match=r"all 2 groups .* 2 times.*--resume"):
         make(jobs=5, workers=InstantWorkers(dies=99)).run()
 
@@ -453,7 +452,7 @@ def leave(folder: pathlib.Path) -> pathlib.Path:
 def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
     make, monkeypatch
 ):
-    monkeypatch.setattr(supervision, "_SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(driving, "_SILENT_SECONDS", -1.0)
     workers = InstantWorkers()
     with pytest.raises(ProcessError):
         make(workers=workers).run()
@@ -476,20 +475,18 @@ def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
 def test_a_driver_that_was_stopped_kills_no_worker(make, monkeypatch):
     """Their signs of life are still to be read."""
     driver = make()
-    driver._supervisor.start_due()
-    now = supervision.time.monotonic()
+    driver._start_due()
+    now = driving.time.monotonic()
     for group in driver.groups:
         group.beat = now
-    monkeypatch.setattr(supervision.time, "monotonic", lambda: now + 1000)
-    driver._supervisor.start_due()
+    monkeypatch.setattr(driving.time, "monotonic", lambda: now + 1000)
+    driver._start_due()
     assert not driver._workers.killed
-    later = now + 1000 + supervision._STOPPED_SECONDS
+    later = now + 1000 + driving._STOPPED_SECONDS
     for seconds in (-61, -1, 1):  # rounds go on, and nothing comes
-        monkeypatch.setattr(
-            supervision.time, "monotonic", lambda at=later + seconds: at
-        )
+        monkeypatch.setattr(driving.time, "monotonic", lambda at=later + seconds: at)
         assert not driver._workers.killed
-        driver._supervisor.start_due()
+        driver._start_due()
     assert driver._workers.killed == [0, 1]
 
 
@@ -588,9 +585,9 @@ def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
 def test_a_run_of_one_process_leaves_a_sweep_alone(make, tmp_path):
     """Without groups, the same run file would begin anew in the same folder."""
     make()
-    for resume in (False, True):
+    for resumes in (False, True):
         with pytest.raises(CheckpointError, match=r"several groups.*with sweep.groups"):
-            check_folder(tmp_path, resume=resume)
+            check_folder(tmp_path, resume=resumes)
 
 
 def test_two_drivers_on_one_folder_are_refused(tmp_path):

@@ -13,8 +13,8 @@ from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.run.saved_run import checksum
-from jaxlora.sweeps.engine.driver import Driver, keep_adapter, remove_unused
-from jaxlora.sweeps.engine.groups import Group
+from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.groups import Group, keep_adapter, remove_unused
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.result import _logged, _result, _trial
 from jaxlora.sweeps.engine.run import check_same_sweep
