@@ -1,7 +1,7 @@
 """Finds the linears with low-rank branches in a jaxpr."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.linears.adapter_shapes import adapter_products, sums_of
 from jaxlora.fuse.linears.bases import repeated
 from jaxlora.fuse.linears.branches import find_linear, is_vector
-from jaxlora.fuse.linears.expand import expanded
 from jaxlora.fuse.linears.linear import Linear, rank_of
 from jaxlora.fuse.linears.near_misses import LenientNormalizer, obstacle_of
 from jaxlora.fuse.linears.open_sums import OpenSums
@@ -25,7 +24,6 @@ from jaxlora.fuse.linears.refusals import (
     sharding_reason,
     weight_reason,
 )
-from jaxlora.fuse.linears.repeats import find_run
 from jaxlora.fuse.linears.sharing import USED, Candidate, Readers
 from jaxlora.fuse.normal_forms.forms import Dims, Form, Indices, Term
 from jaxlora.fuse.normal_forms.normal import Normalizer
@@ -66,25 +64,12 @@ def find_sites(jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str) ->
         path: Names of the primitives around it.
         implementation: Name of a back end, or `auto`.
     """
-    run = find_run(jaxpr)
-    if run is not None:
-        finder = _Finder(run.shortened, path, implementation)
-        sites = finder.find()
-        found = expanded(run, sites, finder.refusals, finder.normalizers)
-        if found is not None and not finder.normalizer.added:
-            return _found(*found)
     finder = _Finder(jaxpr, path, implementation)
     sites = finder.find()
-    return _found(sites, finder.refusals, finder.normalizer.added)
-
-
-def _found(
-    sites: Sequence[Site], refusals: Mapping[int, Refusal], added: Sequence[Any] = ()
-) -> Found:
     return Found(
         sites=tuple(sites),
-        refusals=tuple(refusals[number] for number in sorted(refusals)),
-        added=tuple(added),
+        refusals=tuple(finder.refusals[n] for n in sorted(finder.refusals)),
+        added=tuple(finder.normalizer.added),
     )
 
 
@@ -94,7 +79,6 @@ class _Finder:
     Attributes:
         refusals: The near misses, by the number of the equation.
         normalizer: Knows the form of each value.
-        normalizers: All that have read the jaxpr.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str):
@@ -104,7 +88,6 @@ class _Finder:
         self.graph = Graph(jaxpr)
         self.live = self.graph.live
         self.normalizer = Normalizer(RULES)
-        self.normalizers = [self.normalizer]
         self.open_sums = OpenSums(self.graph, self.normalizer)
         self.closed: set[core.Var] = set()  # sums that became arrays of their own
         self.candidates: dict[core.Var, Candidate] = {}
@@ -135,7 +118,6 @@ class _Finder:
         ):
             return
         lenient = LenientNormalizer()
-        self.normalizers.append(lenient)
         for number, eqn in enumerate(self.jaxpr.eqns):
             if not self.live[number]:
                 continue

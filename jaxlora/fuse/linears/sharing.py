@@ -234,8 +234,3 @@ class Readers:
             and is_product(self.normalizer.form(value), candidate.linear)
             for value in self._values_in(candidate)
         )
-
-
-def users_of(jaxpr: core.Jaxpr, live: Sequence[bool]) -> dict[core.Var, list[int]]:
-    """Returns the numbers of the equations that read each variable; -1: a result."""
-    return Graph(jaxpr).users
