@@ -53,6 +53,11 @@ class Graph:
                 todo += _variables(self.equation(var).invars)
 
 
+def variables(eqn: Any) -> Iterator[core.Var]:
+    """Returns the variables that an equation reads."""
+    return _variables(eqn.invars)
+
+
 def _variables(atoms: Iterable[Any]) -> Iterator[core.Var]:
     return (atom for atom in atoms if isinstance(atom, core.Var))
 
