@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jaxlora.fuse.kernel_call import SiteCall, linear_outputs
 from jaxlora.fuse.makers import Maker
-from jaxlora.fuse.producers import Gate, Part, in_order
+from jaxlora.fuse.producers import Gate, Part
 from jaxlora.fuse.row_program import RowExpression
 from jaxlora.fuse.site import Site
 from jaxlora.pallas_kernels import Gate as KernelGate
@@ -96,7 +96,7 @@ def _gated(
     s: list[jax.Array] | None,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns the input of the following site, and s of its linears."""
-    function = in_order(gate.maker, [p.root for p in site.site.projections])
+    function = gate.maker.expression
     h, following_s = multi_lora_gate(
         x,
         site.projections,

@@ -247,12 +247,11 @@ def _no_producer(makers: Makers, maker: Maker, site: Site) -> str | None:
 
 def _gate(makers: Makers, site: Site, maker: Maker, following: Site) -> Gate | str:
     """Returns the gate that reads an output of a site, or why it is none."""
-    roots = [p.root for p in site.projections]
     reason = _no_gate(makers, site, maker, following)
     if reason is not None:
         return reason
     try:
-        gradient = in_order(maker, roots).gradient(site.dtype)
+        gradient = maker.expression.gradient(site.dtype)
     except NotRowWise as found:
         return f"the gradient of its gate: {found}"
     reason = _unsupported(gradient, maker, following, [site], is_gradient=True)
@@ -263,8 +262,9 @@ def _gate(makers: Makers, site: Site, maker: Maker, following: Site) -> Gate | s
 
 def _no_gate(makers: Makers, site: Site, maker: Maker, following: Site) -> str | None:
     """Returns why the outputs of a site cannot stay within a call, or None."""
-    roots = [p.root for p in site.projections]
-    if set(maker.tiles) != set(roots) or maker.rows or maker.features:
+    roots = tuple(p.root for p in site.projections)
+    # Both are in the order of the program.
+    if maker.tiles != roots or maker.rows or maker.features:
         return "its gate reads more than the outputs of linears that share their input"
     if any(makers.is_used_beside(root, maker.equations) for root in roots):
         return "the inputs of its gate are also used elsewhere"
@@ -303,11 +303,6 @@ def _routing(site: Site) -> tuple:
     slots = [site.sizes[i] for i in site.adapter_indices]
     backend = site.implementation, site.precision
     return chosen, slots, rows, site.num_adapters, site.block_tokens, backend
-
-
-def in_order(maker: Maker, roots: Sequence[core.Var]) -> RowExpression:
-    """Returns a gate's function of the outputs of a site in the site's order."""
-    return maker.expression.permuted([maker.tiles.index(root) for root in roots])
 
 
 def _unsupported(

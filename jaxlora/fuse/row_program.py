@@ -126,21 +126,6 @@ class RowExpression:
         shape = arguments[0].shape
         return tuple(jnp.broadcast_to(read(place), shape) for place in self.results)
 
-    def permuted(self, order: Sequence[int]) -> "RowExpression":
-        """Returns the function with its tiles in another order.
-
-        Args:
-            order: For each tile of the new function, its number among the present ones.
-        """
-        new: dict[Place, Place] = {old: i for i, old in enumerate(order)}
-        moved = lambda places: tuple(new.get(place, place) for place in places)
-        steps = (
-            dataclasses.replace(step, inputs=moved(step.inputs)) for step in self.steps
-        )
-        return dataclasses.replace(
-            self, steps=tuple(steps), results=moved(self.results)
-        )
-
     @functools.lru_cache(maxsize=256)  # noqa: B019  one for all layers
     def gradient(self, dtype: np.dtype) -> "RowExpression":
         """Returns the function from the tiles, and the result's gradient, to theirs.
