@@ -177,11 +177,11 @@ class Makers:
         return x
 
     def is_used_beside(self, var: core.Var, equations: Any) -> bool:
-        """Tells whether an equation other than these reads a variable."""
+        """Returns whether an equation other than these reads a variable."""
         return any(user not in equations for user in self.users.get(var, ()))
 
     def depends(self, variables: Iterable[Any], sources: set[Any]) -> bool:
-        """Tells whether a variable is one of some sources or computed from one."""
+        """Returns whether a variable is one of some sources or computed from one."""
         earliest = min(self.number_of.get(v, -1) for v in sources)
         todo, seen = list(variables), set()
         while todo:
@@ -267,13 +267,13 @@ class _Walk:
                 raise NotRowWise("it reads an array in two ways")
 
     def _is_constant(self, eqn: Any) -> bool:
-        """Tells whether an equation computes the same number in each call."""
+        """Returns whether an equation computes the same number in each call."""
         return is_element_wise(eqn) and not any(
             isinstance(atom, core.Var) for atom in eqn.invars
         )
 
     def _ends(self, var: core.Var, number: int, is_x: bool) -> bool:
-        """Tells whether the function reads a variable instead of computing it."""
+        """Returns whether the function reads a variable instead of computing it."""
         if var in self.roots:
             return True
         aval: Any = var.aval

@@ -130,7 +130,7 @@ class Placed:
         return call.start <= self.number_of[atom] < call.stop
 
     def is_in_body(self, variables: Sequence[Any]) -> bool:
-        """Whether all of some variables are computed again in bodies of kept calls."""
+        """Returns whether bodies of kept calls compute all of some variables again."""
 
         def is_within(var: Any) -> bool:
             number = self.number_of.get(var, -1)

@@ -166,7 +166,7 @@ def parts_of(sites: Sequence[Site], around: Sequence[Around]) -> list[Part]:
 
 
 def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
-    """Whether `auto` has kernels compute norms and gates with some linears."""
+    """Returns whether `auto` has kernels compute norms and gates with some linears."""
     return all(map(draws_masks, sites))
 
 
@@ -208,7 +208,7 @@ def part_program(part: Part) -> core.Jaxpr:
 
 
 def _is_large(var: core.Var, inputs: set[Any]) -> bool:
-    """Whether a variable is an array of floats that the part does not read."""
+    """Returns whether a variable is an array of floats that the part does not read."""
     aval: Any = var.aval
     is_float = jnp.issubdtype(aval.dtype, jnp.floating)
     return var not in inputs and is_float and aval.size > 1
@@ -287,7 +287,7 @@ def _no_gate(makers: Makers, site: Site, maker: Maker, following: Site) -> str |
 
 
 def _is_plain(p: SiteProjection, site: Site) -> bool:
-    """Tells whether the kernels' own result is the output."""
+    """Returns whether the kernels' own result is the output."""
     aval: Any = p.root.aval
     order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
     held = tuple(i for dim in p.root_dims for i in dim)

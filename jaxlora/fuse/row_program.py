@@ -161,12 +161,12 @@ class NotRowWise(Exception):
 
 
 def is_layout(equation: Any) -> bool:
-    """Tells whether an equation only changes the shape of an array."""
+    """Returns whether an equation only changes the shape of an array."""
     return equation.primitive.name in _LAYOUTS
 
 
 def is_element_wise(equation: Any) -> bool:
-    """Tells whether kernels can compute an equation on tiles."""
+    """Returns whether kernels can compute an equation on tiles."""
     name = equation.primitive.name
     return is_layout(equation) or _SAME.get(name, name) in _PRIMITIVES
 
