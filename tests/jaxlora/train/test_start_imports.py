@@ -21,7 +21,6 @@ IMPORTED_BY = {
     "matplotlib": (
         "jaxlora.train.report.plot",
         "jaxlora.scheduler.picture",
-        "jaxlora.sweeps.picture",
         "jaxlora.scheduler.sweep.report",
         "jaxlora.scheduler.replicas.report",
     ),
