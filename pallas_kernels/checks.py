@@ -11,9 +11,13 @@ import numpy as np
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, is_partitioned
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
-from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.projection import (
+    ROWS,
+    KernelSettings,
+    LinearShape,
+    Projection,
+)
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
-from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 
 
 def check_alike(projections: Sequence[Projection]) -> None:

@@ -44,8 +44,7 @@ _IDLE_SECONDS = 30  # after which a worker ends
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
-import jaxlora.pallas_kernels.mosaic.fp8_products  # and not with the first kernel
-import jaxlora.pallas_kernels.mosaic.products
+import jaxlora.pallas_kernels.mosaic.products  # and not with the first kernel
 from jaxlora.pallas_kernels.mosaic.lower import serve
 serve({handle})
 """

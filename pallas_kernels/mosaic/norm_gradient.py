@@ -47,7 +47,7 @@ def norm_gradient(
     eps: float,
     offset: bool,
 ) -> Float[Array, "T D"]:
-    """Computes `dh` plus the gradient of a norm; see `backends.NormGradient`.
+    """Computes `dh` plus the gradient of a norm; see `Backend.norm_gradient`.
 
     Args:
         h: Rows that were normalized.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS
-from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, ROWS
 
 MAX_SPLITS = 16
 _MAX_SIDE_SMS = 8

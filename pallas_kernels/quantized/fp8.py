@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float8e4m3fn
 
-from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
-from jaxlora.pallas_kernels.quantized.rows import E4M3, quantize_rows, row_scale
+from jaxlora.pallas_kernels.quantized.rows import (
+    E4M3,
+    RowScaledWeight,
+    quantize_rows,
+    row_scale,
+)
 from jaxlora.pallas_kernels.quantized.weight import (
     QuantizedWeight,
     WeightOptions,

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
-from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
-from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
+from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE, RowScaledWeight
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight, WeightOptions
 
 _LARGEST = 127  # values are symmetric: -128 is not used

@@ -19,27 +19,30 @@ from jaxtyping import Array, Float
 
 from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask
+from jaxlora.pallas_kernels.operands import Blocks
 from jaxlora.pallas_kernels.parts import Parts, make_parts, sum_parts
-from jaxlora.pallas_kernels.routing import Blocks
-from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.projection import KernelSettings
 from jaxlora.pallas_kernels.triton.arguments import (
+    GIVEN,
+    HASHED,
     MAX_PROJECTIONS,
+    choose,
+    has_bit,
+    is_kept,
+    load_tokens,
     mask_arguments,
     mask_constants,
     padded,
     settings_arguments,
 )
-from jaxlora.pallas_kernels.triton.device_functions import (
-    GIVEN,
-    HASHED,
-    choose,
-    has_bit,
-    is_kept,
-    load_tokens,
+from jaxlora.pallas_kernels.triton.launch import (
+    CHUNK,
+    MAX_PARTS,
+    Tile,
+    launch,
+    tile_for,
 )
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.target import Target
-from jaxlora.pallas_kernels.triton.tiles import CHUNK, MAX_PARTS, tile_for
 
 
 @triton.jit
@@ -75,7 +78,7 @@ def outer_kernel(
         T, K, R, G, F: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
-        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
+        MASK: Kind of the masks, see `HASHED` in arguments.py; 0: none.
         BK: Columns of a tile.
     """
     p, tile = tl.program_id(0) % P, tl.program_id(0) // P

@@ -16,26 +16,23 @@ import triton.language as tl
 
 from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask
-from jaxlora.pallas_kernels.routing import Blocks
-from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings
+from jaxlora.pallas_kernels.operands import Blocks
+from jaxlora.pallas_kernels.projection import RANK_STEP, KernelSettings
 from jaxlora.pallas_kernels.triton.arguments import (
+    GIVEN,
+    HASHED,
     MAX_PROJECTIONS,
+    choose,
+    has_bit,
+    is_kept,
+    load_tokens,
     mask_arguments,
     mask_constants,
     padded,
     settings_arguments,
 )
-from jaxlora.pallas_kernels.triton.device_functions import (
-    GIVEN,
-    HASHED,
-    choose,
-    has_bit,
-    is_kept,
-    load_tokens,
-)
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.launch import Tile, launch, tile_for
 from jaxlora.pallas_kernels.triton.target import Target
-from jaxlora.pallas_kernels.triton.tiles import tile_for
 
 
 def shrink(
@@ -129,7 +126,7 @@ def shrink_kernel(
         T, K, R, G, F: Sizes.
         BR: Ranks of a chunk.
         RANK_FIRST: Whether A is stored rank first.
-        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
+        MASK: Kind of the masks, see `HASHED` in arguments.py; 0: none.
         BM, BK: Rows of a tile, and features of a step.
     """
     p, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)

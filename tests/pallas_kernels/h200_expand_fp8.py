@@ -18,10 +18,9 @@ import jax.numpy as jnp
 
 from jaxlora.pallas_kernels import kernel_settings
 from jaxlora.pallas_kernels.mosaic import hopper as device
-from jaxlora.pallas_kernels.mosaic.fp8_products import expand_fp8
 from jaxlora.pallas_kernels.mosaic.mask import HashMask
-from jaxlora.pallas_kernels.mosaic.products import Term
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.mosaic.products import expand_fp8_work, run_expand
+from jaxlora.pallas_kernels.operands import Term, make_blocks
 from tests import h200
 
 T, NUM_SLOTS, RANK = 1024, 4, 16
@@ -30,9 +29,11 @@ T, NUM_SLOTS, RANK = 1024, 4, 16
 def kernel(operands, row_scale, column_scale, bias, slot, masks):
     shape = len(operands), NUM_SLOTS
     settings = kernel_settings(jnp.ones(shape), jnp.full(shape, RANK), None)
-    terms = [Term(*one, own) for one, own in zip(operands, settings, strict=True)]
+    given = operands, settings, masks or [None] * len(operands)
+    terms = [Term(*one, own, mask) for one, own, mask in zip(*given, strict=True)]
     blocks = make_blocks(slot, NUM_SLOTS, T)
-    return expand_fp8(terms, row_scale, column_scale, blocks, bias, masks)
+    work = expand_fp8_work(terms, row_scale, column_scale, blocks, bias)
+    return run_expand(work)
 
 
 def arguments(features, n: int, *, is_y: bool, num_masks: int = 0):

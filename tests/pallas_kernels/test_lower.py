@@ -10,7 +10,7 @@ from jaxlib.mlir import ir
 
 from jaxlora.pallas_kernels import device, lower_program, multi_lora_linear
 from jaxlora.pallas_kernels.mosaic import compile as mosaic_compile
-from jaxlora.pallas_kernels.mosaic import launch, lower, passes
+from jaxlora.pallas_kernels.mosaic import launch, layer, lower
 from tests.pallas_kernels.problems import problem
 
 # A name of a kernel ends with a number that counts the kernels of a process.
@@ -55,7 +55,7 @@ def _without_lines(code):
 def lowered(monkeypatch, num_workers):
     """Returns the calls of kernels in a program, and the program without their code."""
     # jax.clear_caches() would also drop the programs of all other tests.
-    for traced in (passes.forward, passes.backward, launch._launch):
+    for traced in (layer.forward, layer.backward, launch._launch):
         traced.clear_cache()
     monkeypatch.setattr(lower, "_num_workers", lambda: num_workers)
     p, _ = problem(k=128, n=128)

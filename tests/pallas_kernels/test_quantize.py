@@ -12,7 +12,7 @@ from jaxlora.pallas_kernels.mosaic.products import (
     quantize_shrink,
     shrink,
 )
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.operands import make_blocks
 from tests.drawn import Draws
 from tests.pallas_kernels.fused import mosaic_kernels
 from tests.pallas_kernels.problems import given_mask

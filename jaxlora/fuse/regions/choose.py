@@ -201,7 +201,7 @@ class Chooser:
         ((kind, number), *_) = sorted(candidate.elements)
         if candidate.part is not None or kind == "rows":
             return True
-        is_plain = BACKENDS[region.sites[number].implementation].stores_masks
+        is_plain = BACKENDS[region.sites[number].implementation].is_plain
         return self._is_auto and (self._stopwatch is not None or not is_plain)
 
 

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from jaxlora.pallas_kernels.triton.expand import add_product, tile_place
-from jaxlora.pallas_kernels.triton.launch import launch
+from jaxlora.pallas_kernels.triton.launch import launch, tile_for
 from jaxlora.pallas_kernels.triton.target import present_target
-from jaxlora.pallas_kernels.triton.tiles import tile_for
 
 
 @triton.jit

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from jaxlora.bench.shapes import LARGE, products
 from jaxlora.pallas_kernels import MaskWords, dropout_keys, kernel_settings, mask_words
-from jaxlora.pallas_kernels.routing import make_blocks
-from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.operands import Term, make_blocks
+from jaxlora.pallas_kernels.projection import KernelSettings
+from jaxlora.pallas_kernels.triton.launch import to_tile
 from jaxlora.pallas_kernels.triton.target import Target, present_target
-from jaxlora.pallas_kernels.triton.tiles import to_tile
 
 SLOTS, BLOCK = 4, 128
 RANKS = (16, 32, 64)
@@ -119,7 +119,7 @@ def _calls(kernel: str, tile: Any, target: Target) -> list[Callable[[Inputs], An
     """Returns functions that call a kernel in each of its roles in a training step."""
     # Triton is optional, and the other back ends are tuned without it.
     from jaxlora.pallas_kernels.triton.dual import dual
-    from jaxlora.pallas_kernels.triton.expand import Term, expand
+    from jaxlora.pallas_kernels.triton.expand import expand
     from jaxlora.pallas_kernels.triton.outer import outer
     from jaxlora.pallas_kernels.triton.shrink import shrink
 

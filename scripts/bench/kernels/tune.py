@@ -28,11 +28,11 @@ from jaxlora.bench.kernels import tiles
 from jaxlora.bench.report import device_times, require_gpu
 from jaxlora.bench.shapes import LARGE, products
 from jaxlora.errors import JaxloraError
-from jaxlora.pallas_kernels.mosaic.products import Term, expand, outer
-from jaxlora.pallas_kernels.routing import Blocks, make_blocks
-from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.mosaic.products import expand_work, outer, run_expand
+from jaxlora.pallas_kernels.operands import Blocks, Term, make_blocks
+from jaxlora.pallas_kernels.projection import KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.triton.launch import measured_device
 from jaxlora.pallas_kernels.triton.target import present_target
-from jaxlora.pallas_kernels.triton.tiles import measured_device
 
 RANK, SLOTS = 16, 4
 SHAPES = products(LARGE)  # (K, N)
@@ -74,7 +74,8 @@ def mosaic_problems(
 
         def product(band, x, w, s, b, blocks=blocks, settings=settings, layer=layer):
             term = Term(x, w, s, b, settings[0])
-            return expand([term], layer, blocks, transposed=False, band=band)
+            options = {"transposed": False, "band": band}
+            return run_expand(expand_work([term], layer, blocks, **options))
 
         arrays = random((t, k), (1, k, n), (t, RANK), (SLOTS, RANK, n))
         calls = lambda band, f=product: [functools.partial(f, band)]

@@ -9,7 +9,7 @@ from jaxlora.fuse.api import FuseOptions, trace_call
 from jaxlora.fuse.regions import kept
 from jaxlora.fuse.regions.candidates import best_plans, candidates_of
 from jaxlora.fuse.regions.choose import NUM_MEASURED, normal_form
-from jaxlora.pallas_kernels.mosaic import hopper, layer
+from jaxlora.pallas_kernels.mosaic import hopper
 
 FILES = sorted(kept._SHIPPED.glob("*.json"))
 # The programs whose regions were measured.
@@ -30,7 +30,7 @@ def test_shipped_times_are_of_regions_of_the_benchmark(path, monkeypatch):
     kind = json.loads(path.read_text())["device"]
     monkeypatch.setattr(hopper, "num_sms", lambda: 132)
     monkeypatch.setattr(hopper, "device_kind", lambda: kind)
-    monkeypatch.setattr(layer, "unsupported_device", lambda: None)
+    monkeypatch.setattr(hopper, "unsupported_device", lambda: None)
     shipped = kept.shipped(kind)
     found = {}
     for name in MEASURED:
