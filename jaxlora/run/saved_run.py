@@ -28,7 +28,7 @@ from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.streams.state import StreamState
 from jaxlora.scheduler.windows.planner import Hint
 
-FORMAT = 10  # of run.json and of a checkpoint's metadata
+FORMAT = 11  # of run.json and of a checkpoint's metadata
 
 
 # Requests of the user that are in force: the jobs to stop, and those to keep out of the

@@ -56,7 +56,7 @@ def tile_table() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def measured_device(target: Target) -> str:
-    """Returns the table's key of tiles that `jaxlora bench tune` measured."""
+    """Returns the table's key of tiles that `python -m scripts.bench tune` measured."""
     return f"{target.capability}, {target.num_sms} multiprocessors"
 
 

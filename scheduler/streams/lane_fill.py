@@ -58,8 +58,9 @@ def queue_of(
             BatchCursor.at_start(
                 BatchSource(job.batches, work, limits),
                 num_batches=job.num_batches,
-                urgency_per_batch=job.urgency_per_batch(ticks),
+                urgency_per_batch=job.urgency_per_batch or ticks,
                 first_urgency=job.first_urgency,
+                priority=job.priority,
                 is_started=job.is_started,
                 ready=job.ready,
             )

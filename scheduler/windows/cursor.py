@@ -123,6 +123,7 @@ class BatchCursor:
         is_started: Whether some items of the current batch are planned.
         is_paused: Whether the job pauses after the current batch.
         ready: First slot in which the current batch may run.
+        priority: Jobs of higher priority come first, however urgent others are.
     """
 
     source: BatchSource
@@ -134,6 +135,7 @@ class BatchCursor:
     is_paused: bool = False
     ready: int = 0
     first_urgency: float = 0.0
+    priority: int = 0
 
     @classmethod
     def at_start(
@@ -145,6 +147,7 @@ class BatchCursor:
         is_started: bool = False,
         ready: int = 0,
         first_urgency: float = 0.0,
+        priority: int = 0,
     ) -> "BatchCursor":
         """Returns the cursor of the first batch of a source."""
         return cls(
@@ -156,6 +159,7 @@ class BatchCursor:
             items=source.batch(0),
             is_started=is_started,
             ready=ready,
+            priority=priority,
         )
 
     @property
@@ -201,4 +205,5 @@ class BatchCursor:
             is_started=is_started,
             is_paused=self.is_paused,
             ready=ready,
+            priority=self.priority,
         )

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from jaxlora.scheduler.windows.cursor import BatchCursor
 
-# Jobs are in descending order of urgency, and those that are equally urgent in the
-# order in which they were added.
-_Key = tuple[float, int]
+# Jobs are in descending order of priority; those in the middle of a batch come first,
+# then the most urgent ones, and equal ones in the order in which they were added.
+_Key = tuple[int, bool, float, int]
 
 
 class JobQueue:
@@ -26,17 +26,16 @@ class JobQueue:
         self.index_of: dict[int, int] = {}  # shared by all copies, as are those added
         self._added: list[BatchCursor] = []
         self._changed: dict[int, BatchCursor] = {}  # replaces those in `_added`
-        self._started: list[_Key] = []
         self._ready: list[_Key] = []
         self._waiting: list[tuple[int, _Key]] = []  # a heap, by the first slot
 
     def __bool__(self) -> bool:
         """Whether a job can run, now or in a later slot."""
-        return bool(self._started or self._ready or self._waiting)
+        return bool(self._ready or self._waiting)
 
     def __len__(self) -> int:
         """Number of jobs that can run, now or in a later slot."""
-        return len(self._started) + len(self._ready) + len(self._waiting)
+        return len(self._ready) + len(self._waiting)
 
     def __getitem__(self, index: int) -> BatchCursor:
         return self._changed.get(index) or self._added[index]
@@ -47,7 +46,6 @@ class JobQueue:
         new.index_of = self.index_of
         new._added = self._added
         new._changed = self._changed.copy()
-        new._started = self._started.copy()
         new._ready = self._ready.copy()
         new._waiting = self._waiting.copy()
         return new
@@ -67,20 +65,15 @@ class JobQueue:
         self._insert(index, new)
 
     def first(self, slot: int, num: int) -> list[int]:
-        """Returns the indices of the first `num` jobs that may run in a slot.
-
-        Jobs in the middle of a batch come first, then the most urgent ones.
-        """
+        """Returns the indices of the first `num` jobs that may run in a slot."""
         while self._waiting and self._waiting[0][0] <= slot:
             bisect.insort(self._ready, heapq.heappop(self._waiting)[1])
-        keys = self._started[:num]
-        keys += self._ready[: num - len(keys)]
-        return [index for _, index in keys]
+        return [key[-1] for key in self._ready[:num]]
 
     def running(self) -> list[tuple[int, BatchCursor]]:
         """Returns the jobs that can run, with their indices."""
-        keys = self._started + self._ready + [key for _, key in self._waiting]
-        return [(index, self[index]) for _, index in keys]
+        keys = self._ready + [key for _, key in self._waiting]
+        return [(key[-1], self[key[-1]]) for key in keys]
 
     def take(self, index: int, chosen: Sequence[int], slot: int, distance: int) -> None:
         """Plans items of a job for a slot."""
@@ -102,20 +95,23 @@ class JobQueue:
     def _insert(self, index: int, job: BatchCursor) -> None:
         if not job.can_run:
             return
-        key = -job.urgency, index
+        key = _key(index, job)
         if job.is_started:
-            bisect.insort(self._started, key)
+            bisect.insort(self._ready, key)
         else:
             heapq.heappush(self._waiting, (job.ready, key))
 
     def _remove(self, index: int, job: BatchCursor) -> None:
         if not job.can_run:
             return
-        key = -job.urgency, index
-        keys = self._started if job.is_started else self._ready
-        place = bisect.bisect_left(keys, key)
-        if place < len(keys) and keys[place] == key:
-            del keys[place]
+        key = _key(index, job)
+        place = bisect.bisect_left(self._ready, key)
+        if place < len(self._ready) and self._ready[place] == key:
+            del self._ready[place]
         else:
             self._waiting.remove((job.ready, key))
             heapq.heapify(self._waiting)
+
+
+def _key(index: int, job: BatchCursor) -> _Key:
+    return -job.priority, not job.is_started, -job.urgency, index

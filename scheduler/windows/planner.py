@@ -41,10 +41,11 @@ class JobBatches:
         is_started: Whether some samples of the first batch are in earlier microbatches,
             so that `batches` has the rest of it.
         ready: First slot in which the first batch may run.
-        total_batches: Number of batches by which the job's progress counts. Jobs then
-            advance in proportion; None: the one that needs the most slots comes first.
-        is_critical: Whether the job comes before all that are not, as it alone needs
-            about as many slots as all jobs together.
+        urgency_per_batch: How much each batch that is left adds to the job's urgency:
+            the most urgent job comes first. None: the slots that a batch takes, so that
+            the job that needs the most slots comes first.
+        first_urgency: The part of its urgency that it has in any case.
+        priority: Jobs of higher priority come first, however urgent others are.
     """
 
     batches: Iterable[Sequence[Sample]]
@@ -52,21 +53,9 @@ class JobBatches:
     batch_tokens: float
     is_started: bool = False
     ready: int = 0
-    total_batches: float | None = None
-    is_critical: bool = False
-
-    def urgency_per_batch(self, slots: float) -> float:
-        """Returns how much each batch that is left adds to the job's urgency.
-
-        Args:
-            slots: Estimated number of slots that a batch takes.
-        """
-        return slots if self.total_batches is None else 1 / self.total_batches
-
-    @property
-    def first_urgency(self) -> float:
-        """The part of the job's urgency that it has in any case."""
-        return 2.0 if self.is_critical else 0.0
+    urgency_per_batch: float | None = None
+    first_urgency: float = 0.0
+    priority: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,8 +140,9 @@ class Planner:
         new = BatchCursor.at_start(
             source,
             num_batches=job.num_batches,
-            urgency_per_batch=job.urgency_per_batch(slots),
+            urgency_per_batch=job.urgency_per_batch or slots,
             first_urgency=job.first_urgency,
+            priority=job.priority,
             is_started=job.is_started,
             ready=job.ready,
         )

@@ -14,14 +14,13 @@ the predictions of `jaxlora.explain` beside them.
 Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
 `jaxlora.explain` says of measured regions, as text and as a picture. Needs a GPU.
 
-    jaxlora bench fuse --output-dir bench
-    jaxlora bench fuse --programs layer layer-plain --measure-seconds 60 --traffic
-    jaxlora bench fuse --programs --pass-layers 80
+    python -m scripts.bench fuse --output-dir bench
+    python -m scripts.bench fuse --programs layer --measure-seconds 60
+    python -m scripts.bench fuse --programs --pass-layers 80
 """
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -31,10 +30,22 @@ from typing import Any
 import jax
 
 import jaxlora
-from jaxlora.bench.fuse.kernels import Call, KernelTimes, by_kind, measure_calls
-from jaxlora.bench.fuse.own import own_layers
-from jaxlora.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
-from jaxlora.bench.report import (
+from jaxlora.fuse.explain import Explanation
+from jaxlora.fuse.predict.cost import Cost, graph_cost
+from jaxlora.fuse.predict.graph import data_flow
+from jaxlora.fuse.predict.kernel_rates import describe_device
+from jaxlora.pallas_kernels import compile_program
+from scripts.bench.fuse.own import own_layers
+from scripts.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
+from scripts.bench.kernel_times import (
+    Call,
+    by_kind,
+    measure_calls,
+    median_kernels,
+    ranked,
+    total,
+)
+from scripts.bench.report import (
     Row,
     Rows,
     about,
@@ -44,20 +55,13 @@ from jaxlora.bench.report import (
     sections,
     table,
 )
-from jaxlora.errors import JaxloraError
-from jaxlora.fuse.explain import Explanation
-from jaxlora.fuse.predict.cost import Cost, graph_cost
-from jaxlora.fuse.predict.graph import data_flow
-from jaxlora.fuse.predict.kernel_rates import describe_device
-from jaxlora.pallas_kernels import compile_program
-from jaxlora.profile import traffic
 
 ORIGINAL, FUSED, REGIONS, OWN = WAYS = ("original", "fused", "regions", "own")
 # The least known ways come first, in case that the time is up.
 _ORDER = (REGIONS, OWN, ORIGINAL, FUSED)
 _COLUMNS = (
     "program", "way", "sites", "us", "speedup", "over_own", "predicted_us",
-    "prediction_error", "predicted_mb", "read_mb", "written_mb",
+    "prediction_error", "predicted_mb",
     "explain_seconds", "trace_seconds", "compile_seconds",
 )  # fmt: skip
 _PASS_COLUMNS = ("program", "layers", "trace_seconds", "pass_seconds")
@@ -107,7 +111,7 @@ def flat_step(program: Program) -> tuple[Any, tuple[Any, ...]]:
 
 
 def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for each way of a program, and then again with memory traffic."""
+    """Yields a row for each way of a program, and then again after all rounds."""
     ways = []
     for way in ways_of(name, args):
         ways.append(compile_way(name, way, args))
@@ -118,9 +122,7 @@ def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
     for _ in range(args.rounds - 1):
         for one in ways:
             one.measure(args.repeats)
-    for one in ways:
-        counted = one.traffic(args.traffic_seconds) if args.traffic else {}
-        yield one.row() | counted
+    yield from (one.row() for one in ways)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,29 +147,12 @@ class Way:
 
     def row(self) -> dict[str, Any]:
         """Returns its row, with the median of all calls."""
-        times, row = KernelTimes.of(self.calls), {**self.columns}
-        row["us"] = round(statistics.median(times.totals), 1)
+        kernels, row = median_kernels(self.calls), {**self.columns}
+        row["us"] = round(statistics.median(map(total, self.calls)), 1)
         if "predicted_us" in row:
             row["prediction_error"] = f"{row['predicted_us'] / row['us'] - 1:+.0%}"
-        ranked = [[name, n, round(us, 1)] for name, n, us in times.ranked()]
-        return row | {"kinds": by_kind(times.kernels), "kernels": ranked}
-
-    def traffic(self, seconds: float) -> dict[str, Any]:
-        """Returns columns of its memory traffic, or why it was not counted."""
-        try:
-            kernels = traffic.count(self.compiled, self.leaves, seconds)
-        except JaxloraError as error:
-            print(error, file=sys.stderr, flush=True)
-            return {"not_counted": str(error)}
-        total = lambda field: sum(getattr(kernel, field) for kernel in kernels)
-        return {
-            "read_mb": round(total("read") / 1e6),
-            "written_mb": round(total("written") / 1e6),
-            "kernel_traffic": [
-                [k.name, *(round(n / 1e6, 2) for n in (k.read, k.written)), k.seconds]
-                for k in kernels
-            ],
-        }
+        listed = [[name, n, round(us, 1)] for name, n, us in ranked(kernels)]
+        return row | {"kinds": by_kind(kernels), "kernels": listed}
 
 
 def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
@@ -266,14 +251,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
         help="time to spend on measuring the regions of each program",
     )
     out.add_argument(
-        "--traffic",
-        action="store_true",
-        help="count the bytes that each kernel moves, with NVIDIA's Nsight Compute",
-    )
-    out.add_argument(
-        "--traffic-seconds", type=float, default=120, help="limit of each count"
-    )
-    out.add_argument(
         "--pass-layers",
         type=int,
         nargs="*",
@@ -295,10 +272,6 @@ def ways_of(name: str, args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    if args.traffic:  # JAX reads these when it takes the device
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {traffic.NO_GRAPHS}".strip()
-        os.environ.update(traffic.ENVIRONMENT)
     require_gpu("fuse")
     end = about(jax.devices()[0].device_kind)
     rows = Rows(args.output_dir, "fuse", tables)

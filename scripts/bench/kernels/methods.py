@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxlora.bench.shapes import KernelCase
 from jaxlora.pallas_kernels import (
     BACKENDS,
     FORMATS,
@@ -18,6 +17,7 @@ from jaxlora.pallas_kernels import (
     dropout_keys,
     multi_lora_linears,
 )
+from scripts.bench.shapes import KernelCase
 
 BLOCK = 128  # token rows of a block
 
@@ -106,14 +106,6 @@ def frozen(x, matrices, routing):
     return [x @ w for w, _, _ in matrices]
 
 
-def frozen_triton(x, matrices, routing):
-    """Runs the frozen layers alone, with the tiles of the `triton` back end."""
-    from jaxlora.bench.kernels.product import product  # Triton is optional
-
-    del routing
-    return [product(x, w) for w, _, _ in matrices]
-
-
 def ours(implementation, x, matrices, routing):
     """Runs `multi_lora_linears` with one of its implementations."""
     projections = [
@@ -133,8 +125,6 @@ def ours(implementation, x, matrices, routing):
 
 
 FROZEN = "frozen"  # through cuBLAS; the denominator of ratios
-# The frozen layer with the same product as a method's, where that is not cuBLAS's.
-OWN_FROZEN = {"jaxlora triton": "frozen Triton"}
 _OURS = {f"jaxlora {name}": name for name in BACKENDS}
 # Methods on a quantized base: the format, and the options with which it is made.
 _QUANTIZED: dict[str, tuple[str, dict[str, bool]]] = {
@@ -145,19 +135,15 @@ _QUANTIZED: dict[str, tuple[str, dict[str, bool]]] = {
     "jaxlora mosaic, nf4": ("nf4", {}),
 }
 _OURS |= dict.fromkeys(_QUANTIZED, "mosaic")
-# The back end that a method needs.
-_NEEDED = _OURS | {"frozen Triton": "triton"}
-_WITHOUT_ADAPTERS = (frozen, frozen_triton)
 METHODS: dict[str, Callable] = {
     FROZEN: frozen,
-    "frozen Triton": frozen_triton,
     **{name: functools.partial(ours, backend) for name, backend in _OURS.items()},
 }
 
 
 def passes(method, groups, routing, *, with_gradient: bool):
     """Computes outputs of every group, and optionally gradients of x, A and B."""
-    out, is_frozen = [], method in _WITHOUT_ADAPTERS
+    out, is_frozen = [], method is frozen
     for group in groups:
         weights = [w for w, _, _ in group.matrices]
         adapters = [(a, b) for _, a, b in group.matrices]
@@ -200,7 +186,7 @@ def call(method: str, *, with_gradient: bool) -> Callable:
 
 def unsupported(method: str, case: KernelCase) -> str | None:
     """Returns why a method cannot run a case on this device, or None if it can."""
-    backend = _NEEDED.get(method)
+    backend = _OURS.get(method)
     if backend is None:
         return None
     shapes = (

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlora.bench.shapes import LARGE, products
 from jaxlora.pallas_kernels import MaskWords, dropout_keys, kernel_settings, mask_words
 from jaxlora.pallas_kernels.operands import Term, make_blocks
 from jaxlora.pallas_kernels.projection import KernelSettings
 from jaxlora.pallas_kernels.triton.launch import to_tile
 from jaxlora.pallas_kernels.triton.target import Target, present_target
+from scripts.bench.shapes import LARGE, products
 
 SLOTS, BLOCK = 4, 128
 RANKS = (16, 32, 64)

@@ -1,11 +1,12 @@
 """Measures tile choices of the fused kernels and writes their tuning table.
 
-The shapes are those of a layer that `jaxlora bench kernels` times. All timings, also of
+The shapes are those of a layer that the benchmark `kernels` times. All timings, also of
 slower choices, go to a CSV file beside the table. The Mosaic kernels need a Hopper GPU,
 the Triton kernels one with compute capability 8.0 or more.
 
-    jaxlora bench tune --table pallas_kernels/mosaic/tuning.json
-    jaxlora bench tune --backend triton --table pallas_kernels/triton/tiles.json
+    python -m scripts.bench tune --table pallas_kernels/mosaic/tuning.json
+    python -m scripts.bench tune --backend triton \
+        --table pallas_kernels/triton/tiles.json
 
 A measured tile counts for GPUs of the same capability and number of multiprocessors.
 Run tests/pallas_kernels/test_triton_tiles.py with the new table: it checks that no tile
@@ -24,15 +25,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxlora.bench.kernels import tiles
-from jaxlora.bench.report import device_times, require_gpu
-from jaxlora.bench.shapes import LARGE, products
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels.mosaic.products import expand_work, outer, run_expand
 from jaxlora.pallas_kernels.operands import Blocks, Term, make_blocks
 from jaxlora.pallas_kernels.projection import KernelSettings, kernel_settings
 from jaxlora.pallas_kernels.triton.launch import measured_device
 from jaxlora.pallas_kernels.triton.target import present_target
+from scripts.bench.kernel_times import device_times
+from scripts.bench.kernels import tiles
+from scripts.bench.report import require_gpu
+from scripts.bench.shapes import LARGE, products
 
 RANK, SLOTS = 16, 4
 SHAPES = products(LARGE)  # (K, N)

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.bench.mesh.fixed_ticks import pack_whole
-from jaxlora.bench.scheduler.lengths import lengths
-from jaxlora.bench.workload import Workload
 from jaxlora.config import RunConfig
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
@@ -18,6 +15,9 @@ from jaxlora.profile.training import make_job, model_of_shapes, plan_run
 from jaxlora.scheduler import Lanes, Sample, Schedule
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
+from scripts.bench.mesh.fixed_ticks import pack_whole
+from scripts.bench.scheduler.lengths import lengths
+from scripts.bench.workload import Workload
 
 # The sources of the jobs' lengths, in the order of the jobs; see
 # `bench.scheduler.lengths`.

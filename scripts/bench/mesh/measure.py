@@ -1,13 +1,12 @@
 """Measures one mesh, in a process of its own, with random weights.
 
-    python -m jaxlora.bench.mesh.measure CASE SECONDS [FOLDER]
+    python -m scripts.bench.mesh.measure CASE FOLDER
 
-CASE is a `Case` in JSON. After the given number of seconds, no further part begins.
+CASE is a `Case` in JSON.
 """
 
 import dataclasses
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,28 +16,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlora.bench.mesh.cases import Case, Window, make_jobs
-from jaxlora.bench.mesh.fixed_ticks import FixedTicks
-from jaxlora.bench.mesh.results import Results, columns_of
-from jaxlora.bench.mesh.timeline import draw_step, measured
-from jaxlora.bench.report import Timing, about, needs_gpu
-from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.profile.device_trace import busy_ms, is_exchange, trace
 from jaxlora.profile.pass_times import Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
 from jaxlora.profile.training import GIB, Training, peak_gib, time_steps
 from jaxlora.scheduler import CostModel, simulate
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.picture import draw
-from jaxlora.scheduler.timeline import Timeline
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
+from scripts.bench.kernel_times import busy_ms, is_exchange, trace
+from scripts.bench.mesh.cases import Case, Window, make_jobs
+from scripts.bench.mesh.fixed_ticks import FixedTicks
+from scripts.bench.mesh.results import Results, columns_of
+from scripts.bench.report import Timing, about, needs_gpu
+from scripts.bench.scheduler.lengths import lengths
 
 
 class MeshTraining(Training):
@@ -145,26 +141,17 @@ def _check_finite(items: Iterable[Outcomes]) -> None:
 
 Columns = dict[str, Any]
 
-_PICTURE_MICROBATCHES = 16  # with more, a picture shows no single passes
 
+def measure(case: Case, results: Results) -> None:
+    """Measures all parts of a case; each gives its rows as soon as it is measured.
 
-def measure(case: Case, results: Results, seconds: float = math.inf) -> None:
-    """Measures all parts of a case for which there is time.
-
-    Args:
-        case: The mesh, and what runs on it.
-        results: Takes a row as soon as it is measured.
-        seconds: Time after which no further part begins.
+    Raises:
+        JaxloraError: The case needs a GPU, or cannot be trained here.
     """
-    deadline = time.monotonic() + seconds
     reason = needs_gpu(case.model, jax.default_backend() == "gpu")
     if reason is not None:
         raise JaxloraError(reason)
     for name, part in _Mesh(case, results).parts():
-        if time.monotonic() > deadline:
-            late = f"it would begin after the limit of {seconds:.0f} s"
-            results.skip(case, name, late)
-            continue
         try:
             part()
         except (JaxloraError, ValueError, RuntimeError) as error:
@@ -193,8 +180,6 @@ class _Mesh:
         yield "passes", self._passes
         for number in adapters:
             yield self._window(number)
-        if self._results.folder is not None:
-            yield "picture", functools.partial(self._draw_window, adapters[0])
 
     def _add(self, kind: str, **columns: Any) -> None:
         end = about(jax.devices()[0].device_kind)
@@ -245,8 +230,6 @@ class _Mesh:
         if self._case.sizes.num_devices == 1:
             return {}
         kernels = trace(lambda: self._training.start([batch])(), 1)
-        if kernels and self._results.folder is not None:
-            draw_step(kernels, self._picture())
         own = [k for k in kernels if k.device == 0]
         rest = [k for k in own if not is_exchange(k)]
         whole = busy_ms(own)
@@ -305,30 +288,6 @@ class _Mesh:
             **bubbles,
         )
 
-    def _draw_window(self, num_jobs: int) -> None:
-        """Draws a profiled window above its simulation, both in seconds."""
-        assert self._cost is not None, "the passes are measured first"
-        case, training = self._case, self._training
-        lanes, starts = training.plan.lanes, training.starts[:num_jobs]
-        size = min(case.num_microbatches, _PICTURE_MICROBATCHES)
-        window = Window.of(case, size, starts, lanes)
-        kernels = trace(lambda: training.seconds(window), 1)
-        ticks = ticks_of(window.schedule.microbatches, lanes.num_lanes)
-        running = [number for number, tick in enumerate(ticks) if any(tick)]
-        devices = [next(iter(base.values())).devices() for base in training.bases]
-        first = [min(device.id for device in own) for own in devices]
-        args = window.schedule, self._cost, lanes.pipeline
-        timelines = {
-            "measured": measured(kernels, first, running),
-            "simulated": Timeline.simulated(simulate(*args, num_lanes=lanes.num_lanes)),
-        }
-        draw(window.schedule, timelines, self._picture(), num_lanes=lanes.num_lanes)
-
-    def _picture(self) -> Path:
-        assert self._results.folder is not None
-        name = self._case.mesh.replace("=", "").replace(",", "_")
-        return self._results.folder / f"mesh_{name}.png"
-
     def _of_peak(self, lengths: np.ndarray, seconds: float) -> Columns:
         """Returns the operations of a token, and their share of the device's peak."""
         mean_keys = float((lengths**2).sum() / lengths.sum())
@@ -360,10 +319,9 @@ class _Mesh:
 def main() -> None:
     """Measures the case that the first argument describes in JSON."""
     keep_compiled_programs()
-    folder = Path(sys.argv[3]) if sys.argv[3:] else None
-    case, results = Case.from_json(sys.argv[1]), Results(folder)
+    case, results = Case.from_json(sys.argv[1]), Results(Path(sys.argv[2]))
     try:
-        measure(case, results, float(sys.argv[2]))
+        measure(case, results)
     except (JaxloraError, ValueError, RuntimeError) as error:
         results.skip(case, "all", str(error)[:500])
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlora.bench.mesh.cases import Case
-from jaxlora.bench.report import Row, Rows, sections, table
-from jaxlora.bench.shapes import config_json
+from scripts.bench.mesh.cases import Case
+from scripts.bench.report import Row, Rows, sections, table
+from scripts.bench.shapes import config_json
 
 
 class Results(Rows):

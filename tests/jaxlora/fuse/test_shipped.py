@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from jaxlora.bench.fuse.programs import PROGRAMS, abstract
 from jaxlora.fuse.api import FuseOptions, trace_call
 from jaxlora.fuse.regions import kept
 from jaxlora.fuse.regions.candidates import best_plans, candidates_of
 from jaxlora.fuse.regions.choose import NUM_MEASURED, normal_form
 from jaxlora.pallas_kernels.mosaic import hopper
+from scripts.bench.fuse.programs import PROGRAMS, abstract
 
 FILES = sorted(kept._SHIPPED.glob("*.json"))
 # The programs whose regions were measured.

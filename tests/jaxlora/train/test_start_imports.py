@@ -12,7 +12,7 @@ from tests.jaxlora.run import made_events
 # The modules that may import each package, of which a run needs none before its first
 # step, or none at all.
 IMPORTED_BY = {
-    "jax.experimental.mosaic": ("jaxlora.pallas_kernels.mosaic", "jaxlora.bench"),
+    "jax.experimental.mosaic": ("jaxlora.pallas_kernels.mosaic",),
     "jax.experimental.pallas": ("jaxlora.pallas_kernels.mosaic",),
     "jinja2": (
         "jaxlora.data.templates.sandbox",
@@ -25,7 +25,6 @@ IMPORTED_BY = {
         "jaxlora.sweeps.picture",
         "jaxlora.scheduler.sweep.report",
         "jaxlora.scheduler.replicas.report",
-        "jaxlora.bench",
     ),
     "networkx": ("jaxlora.fuse",),
     "orbax": ("jaxlora.train.saved.checkpoint",),

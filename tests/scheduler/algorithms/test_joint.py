@@ -5,7 +5,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -20,6 +19,7 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
+from scripts.bench.scheduler.lengths import jobs
 from tests.scheduler.strategies import (
     LIMITS,
     costs,

@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -26,6 +25,7 @@ from jaxlora.scheduler.windows.cursor import WorkModel
 from jaxlora.scheduler.windows.polish import Polish
 from jaxlora.scheduler.windows.ramps import Ramps
 from jaxlora.scheduler.windows.segment import Segment
+from scripts.bench.scheduler.lengths import jobs
 from tests.scheduler.strategies import LIMITS, costs, job_mixes, pipelines
 
 FORWARD = AffineCost(base=256, per_token=1, per_square=2e-5)

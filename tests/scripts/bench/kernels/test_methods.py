@@ -3,15 +3,15 @@
 import jax
 import numpy as np
 
-from jaxlora.bench.kernels import benchmark
-from jaxlora.bench.kernels.methods import (
+from scripts.bench.kernels import benchmark
+from scripts.bench.kernels.methods import (
     FROZEN,
     METHODS,
     call,
     operands,
     unsupported,
 )
-from jaxlora.bench.shapes import LARGE, KernelCase, linear_groups, products
+from scripts.bench.shapes import LARGE, KernelCase, linear_groups, products
 
 CASE = KernelCase("small", 512, ((128, (128, 64)),), ranks=(8, 16), rate=0.0)
 

@@ -6,13 +6,13 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxlora.bench.kernels import tiles as bench_tiles
-from jaxlora.bench.kernels import tune
 from jaxlora.pallas_kernels.mosaic import tuning
 from jaxlora.pallas_kernels.mosaic.hopper import interpreted
 from jaxlora.pallas_kernels.triton import launch as tiles
 from jaxlora.pallas_kernels.triton.target import interpreted as interpreted_triton
 from jaxlora.pallas_kernels.triton.target import present_target
+from scripts.bench.kernels import tiles as bench_tiles
+from scripts.bench.kernels import tune
 from tests.pallas_kernels import triton_interpreter
 
 

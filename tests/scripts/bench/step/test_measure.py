@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from jaxlora.bench.step import measure
-from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
 from jaxlora.plan.job import kernel_choice
 from jaxlora.profile import training
 from jaxlora.programs import program
+from scripts.bench.step import measure
+from scripts.bench.step.cases import FROZEN, PEER, ROWS, Case
 from tests.scripts.bench.tables import broken_base
 
 TINY = Case(
@@ -99,7 +99,7 @@ def test_the_time_limit_does_not_count_waiting_for_the_device(tmp_path, monkeypa
 
 @pytest.mark.live
 @pytest.mark.filterwarnings("default")  # torch and its libraries emit many warnings
-@pytest.mark.parametrize("row", [PEER, "peft, padded", "torch, adapters off"])
+@pytest.mark.parametrize("row", [PEER, "peft, padded"])
 def test_peers(row):
     found = measure.measure(dataclasses.replace(TINY, row=row))
     if importlib.util.find_spec("peft") is None:

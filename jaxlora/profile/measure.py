@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.common.counted import counted
-from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.costs.device_profile import (
     Kernels,
     LinkRate,
@@ -33,7 +33,13 @@ from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import measured_footprint
 from jaxlora.profile.pass_times import PassTimes, Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import SIGMA, equal_shares, fill, job_batch
-from jaxlora.profile.training import Training, make_job, plan_run, time_steps
+from jaxlora.profile.training import (
+    Training,
+    make_job,
+    plan_run,
+    random_jobs,
+    time_steps,
+)
 from jaxlora.scheduler import Limits
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE
 from jaxlora.train.execute.run_programs import RunPrograms
@@ -99,17 +105,8 @@ class Settings:
 
     def config(self) -> RunConfig:
         """Returns a run of the adapters on one device."""
-        jobs = [
-            LoraJob(
-                name=f"job{slot}",
-                data=DataConfig(path="random"),
-                rank=self.rank,
-                max_length=min(self.longest_tokens, self.microbatch_tokens),
-                learning_rate=1e-5,
-                seed=slot,
-            )
-            for slot in range(self.adapters)
-        ]
+        longest = min(self.longest_tokens, self.microbatch_tokens)
+        jobs = random_jobs(self.adapters, rank=self.rank, max_length=longest)
         given = {} if self.dtype is None else {"dtype": self.dtype}
         return RunConfig(
             model=self.model,

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.bench.shapes import config_json
-from jaxlora.bench.step.cases import FROZEN, ROWS, Case, microbatches
-from jaxlora.bench.step.measure import BaseAlone, plan_row
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.profile.training import SCORES, random_base
+from scripts.bench.shapes import config_json
+from scripts.bench.step.cases import FROZEN, ROWS, Case, microbatches
+from scripts.bench.step.measure import BaseAlone, plan_row
 
 
 def test_the_base_alone_has_gradients_from_every_job():

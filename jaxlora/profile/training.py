@@ -15,7 +15,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.optimizer import OptimizerInputs, Pending
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.hf.base_format import kept_linears
 from jaxlora.hf.load import Place
@@ -124,6 +124,15 @@ WARM_UPS = 3
 
 Start = Callable[[], Callable[[], object]]
 Programs = dict[str, jax.stages.Compiled]
+
+
+def random_jobs(number: int, **settings: Any) -> list[LoraJob]:
+    """Returns the settings of equal jobs, whose samples come from `make_job`."""
+    data = DataConfig(path="random")
+    return [
+        LoraJob(name=f"job{i}", data=data, learning_rate=1e-5, seed=i, **settings)
+        for i in range(number)
+    ]
 
 
 def make_job(

@@ -1,11 +1,21 @@
-"""The subjects of `jaxlora bench`, and the modules that measure them."""
+"""Runs a benchmark and prints its tables; needs a checkout of jaxlora.
+
+python -m scripts.bench kernels
+python -m scripts.bench step --help
+"""
 
 import argparse
 import dataclasses
 import importlib
+import logging
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 
+from jaxlora.cli.options import add_device, use_device
+from jaxlora.common.console import complain
 from jaxlora.device_check import check_device_in_child
+from jaxlora.errors import JaxloraError
 from jaxlora.plan.memory.gpu_share import take_free_gpus
 
 
@@ -15,7 +25,7 @@ class Subject:
 
     Attributes:
         module: Module with the functions `add_options(parser)` and `run(options)`. Its
-            docstring is the help.
+            docstring is the help. It must not start JAX's back ends when imported.
         summary: What it measures, in a few words.
         on_device: Whether it computes on the device.
         gathers: Whether it may gather weights, as with FSDP.
@@ -48,16 +58,15 @@ SUBJECTS = {
     "replicas": Subject(
         "scheduler.replicas", "replicas of different shapes, simulated", on_device=False
     ),
-    "curves": Subject(
-        "curves.benchmark", "rules of early exit, replayed", on_device=False
-    ),
+    "quality": Subject("quality", "recorded settings, as in PLoRA", on_device=False),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
 }
+_PROGRAM = "python -m scripts.bench"
 
 
 def run(name: str, argv: Sequence[str]) -> None:
-    """Imports a subject's module and runs it, with the GPU memory that a run takes.
+    """Runs a subject, with the GPU memory that a run takes.
 
     Args:
         name: One of `SUBJECTS`.
@@ -67,19 +76,52 @@ def run(name: str, argv: Sequence[str]) -> None:
         DeviceError: It computes, a GPU is visible, and JAX does not use it.
     """
     subject = SUBJECTS[name]
-    if subject.on_device and not {"-h", "--help"} & set(argv):
+    module = importlib.import_module(f"scripts.bench.{subject.module}")
+    options = parse(module, name, argv)
+    use_device(options)
+    if subject.on_device:
         check_device_in_child()
         take_free_gpus(gathers=subject.gathers)
-    module = importlib.import_module(f"jaxlora.bench.{subject.module}")
-    module.run(parse(module, name, argv))
+    module.run(options)
 
 
-def parse(module, name: str, argv: Sequence[str]) -> argparse.Namespace:
+def parse(module: ModuleType, name: str, argv: Sequence[str]) -> argparse.Namespace:
     """Parses the options of a subject that a module measures."""
     parser = argparse.ArgumentParser(
-        prog=f"jaxlora bench {name}",
+        prog=f"{_PROGRAM} {name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_device(parser)
     module.add_options(parser)
     return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the subject that the first argument names; returns the exit status."""
+    listed = (f"  {name:12} {s.summary}" for name, s in SUBJECTS.items())
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Runs a benchmark and prints its tables.",
+        epilog="\n".join(["subjects:", *listed]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "subject",
+        choices=SUBJECTS,
+        help=f"see below; `{_PROGRAM} SUBJECT --help` lists its options",
+        metavar="SUBJECT",
+    )
+    subject = parser.parse_args(argv[:1]).subject
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("jaxlora").setLevel(logging.INFO)
+    try:
+        run(subject, argv[1:])
+    except (JaxloraError, OSError) as error:
+        complain(f"{_PROGRAM}: error: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
