@@ -4,8 +4,11 @@ from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dora import DoraGain, column_norms, dora_gain
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
-from jaxlora.pallas_kernels.mosaic.compile import compile_program, prepare_to_load
-from jaxlora.pallas_kernels.mosaic.lower import lower_program
+from jaxlora.pallas_kernels.mosaic.compile import (
+    compile_program,
+    lower_program,
+    prepare_to_load,
+)
 from jaxlora.pallas_kernels.op import (
     LINEAR_RESULTS,
     frozen_linear,

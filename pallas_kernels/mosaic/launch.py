@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.device import traces_shapes_only
-from jaxlora.pallas_kernels.mosaic import lower
+from jaxlora.pallas_kernels.mosaic import hopper
+from jaxlora.pallas_kernels.mosaic.compile import runnable
 from jaxlora.pallas_kernels.mosaic.mask import Mask
 from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, Ring, RingShape
 from jaxlora.pallas_kernels.projection import KernelSettings
@@ -148,13 +149,7 @@ def _each_item(work: Work, role: Role, items: _ItemRange, do):
     return lax.fori_loop(0, items.count, one, start)[0]
 
 
-def launch(
-    works: Sequence[Work],
-    *,
-    num_sms: int,
-    num_side_sms: int = 0,
-    interpret: Any = None,
-) -> list[dict[str, Any]]:
+def launch(works: Sequence[Work], num_side_sms: int = 0) -> list[dict[str, Any]]:
     """Runs a kernel that processes each work's items, one work after the other.
 
     It is traced and compiled once for all calls with works of like shapes. An array
@@ -164,9 +159,7 @@ def launch(
     Args:
         works: The works. A multiprocessor goes on to the next work as soon as its own
             items are done, so no work may depend on the results of another.
-        num_sms: Number of multiprocessors to use.
         num_side_sms: Number of side multiprocessors, which run only side items.
-        interpret: Parameters of Pallas' GPU interpreter, or None.
 
     Returns:
         The results of each work, by name.
@@ -181,9 +174,9 @@ def launch(
         list(distinct.values()),
         tree=tree,
         operand_indices=tuple(index[id(array)] for array in arrays),
-        num_sms=num_sms,
+        num_sms=hopper.num_sms(),
         num_side_sms=num_side_sms,
-        interpret=interpret,
+        interpret=hopper.interpret_params(),
     )
 
 
@@ -215,7 +208,7 @@ def _launch(
         num_sms=num_sms,
         num_side_sms=num_side_sms,
     )
-    run = jax.custom_batching.sequential_vmap(lower.runnable(kernel, interpret))
+    run = jax.custom_batching.sequential_vmap(runnable(kernel, interpret))
     outs = jax.tree.structure([dict(work.out_types) for work in kernel.works])
     return jax.tree.unflatten(outs, run(*inputs))
 

@@ -29,7 +29,6 @@ from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
     RowFactors,
     Side,
-    expand_fp8_work,
     expand_with_outers,
     expand_work,
     outer_work,
@@ -115,9 +114,17 @@ def _fp8_forward(
     rows = quantize_shrink(x, a, given.settings, given.blocks, _masks(given), factors)
     y = []
     for i, (p, w) in enumerate(zip(projections, weights, strict=True)):
-        b = _swap_last_axes(given.b[i])
-        term = Term(rows.xq, w.values, rows.folded[i], b, given.settings[i])
-        work = expand_fp8_work([term], scale, w.scale, given.blocks, p.bias)
+        b, values = _swap_last_axes(given.b[i]), w.values[None]
+        b = (b.astype(jnp.float32) / w.scale[:, None]).astype(b.dtype)
+        term = Term(rows.xq, values, rows.folded[i], b, given.settings[i])
+        work = expand_work(
+            [term],
+            jnp.zeros(1, jnp.int32),
+            given.blocks,
+            p.bias,
+            transposed=True,
+            scales=(scale, w.scale),
+        )
         y.append(run_expand(work))
     return y, rows.s
 
@@ -181,12 +188,17 @@ def _fp8_backward(
         rows = quantize_shrink(dy_i, [given.b[i]], *unmasked, factors)
         # A masked term cannot share the accumulator with the frozen product.
         (s_i,), mask = (rows.s, masks[i]) if masks else (rows.folded, None)
-        term = Term(rows.xq, transposed[i], s_i, given.a[i], settings[i], mask)
+        w = transposed[i][None]
+        term = Term(rows.xq, w, s_i, given.a[i], settings[i], mask)
         terms.append(term)
         ds += rows.s
         outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
     outers.append(outer_work(x, ds, settings, blocks, masks, transposed=False))
-    work = lambda i: expand_fp8_work(terms[i], scale, None, blocks)
+
+    def work(i):
+        layer = jnp.zeros(1, jnp.int32)
+        return expand_work(terms[i], layer, blocks, transposed=True, scales=(scale,))
+
     return _run_backward(work, outers, ranks)
 
 

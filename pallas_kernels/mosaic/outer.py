@@ -43,15 +43,10 @@ TILE_COLUMNS = COMPUTE_WGS * STEP
 def outer_ring(
     num_projections: int, dtype: DTypeLike, mask: MaskTiles | None
 ) -> RingShape:
-    """Returns the ring of `Outer`.
+    """Returns the ring of `Outer` for operands in a dtype.
 
     With one projection, the sum of a short part need not wait until the one before is
     stored. With more of them, the stages need the room.
-
-    Args:
-        num_projections: P.
-        dtype: Dtype of wide.
-        mask: Shapes of each mask's words; None: there are no masks.
     """
     sums = (2 if num_projections == 1 else 1, COMPUTE_WGS, ROWS, STEP)
     words = (num_projections, *(mask.outer if mask else (2, ROWS)))

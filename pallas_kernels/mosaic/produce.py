@@ -57,14 +57,14 @@ def produce_ring(
     num_results: int,
     features: tuple[DTypeLike, ...],
 ) -> RingShape:
-    """Returns the ring of `Produce`.
+    """Returns the ring of `Produce` for a row-wise function.
 
     Args:
         num_projections: P, the number of side products.
         width: Number of ranks of a tile.
         dtype: Dtype of the function's tiles and results.
         mask: Shapes of each mask's words; None: there are no masks.
-        num_tiles: Number of its arguments that are tiles.
+        num_tiles: Number of the function's arguments that are tiles.
         num_results: Number of its results.
         features: Dtypes of its vectors of features, which are the same.
     """

@@ -3,10 +3,11 @@
 Each builds a `Work`, which `launch` runs. `expand_with_outers` runs an expand and the
 outer products that do not depend on it in one launch.
 
-`quantize_shrink` and `expand_fp8_work` are for e4m3 operands: the frozen product takes
-`x = xs * xq` and `W = ws * wq`, with xq and wq in float8_e4m3fn, a scale xs for each
-row of x and a scale ws for each column of W. Its accumulator holds y / (xs ws). So the
-LoRA term can share it as `(s / xs) (B / ws)`, in bfloat16. See docs/kernels.md.
+With e4m3 operands, the frozen product takes `x = xs * xq` and `W = ws * wq`, with xq
+and wq in float8_e4m3fn, a scale xs for each row of x and a scale ws for each column of
+W. Its accumulator holds y / (xs ws). So the LoRA term can share it as
+`(s / xs) (B / ws)`, in bfloat16; `quantize_shrink` computes xq and s / xs. See
+docs/kernels.md.
 
 References:
     FP8 Formats for Deep Learning, arXiv 2209.05433, section 3 (the e4m3 format).
@@ -19,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand, expand_ring
@@ -32,8 +33,8 @@ from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     band_for,
+    best_plan,
     columns_for,
-    plan_side_items,
     shares_for,
     splits_for,
 )
@@ -44,15 +45,6 @@ from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction, row_p
 
 _MIN_STAGES = 3  # with fewer stages, the computing warpgroups would wait for data
 _MAX_OUTERS = 3  # the compiler takes minutes for more works in a kernel
-
-
-def run(works: list[Work], num_side_sms: int = 0) -> list[dict[str, Any]]:
-    return launch(
-        works,
-        num_sms=device.num_sms(),
-        num_side_sms=num_side_sms,
-        interpret=device.interpret_params(),
-    )
 
 
 def rows_read(
@@ -183,7 +175,7 @@ def _shrink(
         num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
-    return run([work])[0]
+    return launch([work])[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +238,7 @@ def produce(
         ),
         approx_math=True,
     )
-    out = run([work])[0]
+    out = launch([work])[0]
     return list(out["result_gmem"]), list(out["s_gmem"])
 
 
@@ -297,8 +289,10 @@ def expand_work(
         bias: [N].
         transposed: Whether W and B are stored transposed.
         band: Tile rows visited together; None: the tuning table's choice.
-        scales: Scales of the sum's rows, [T], or of its rows and its columns, [N], for
-            x and W in float8_e4m3fn. The product must be `transposed` then.
+        scales: Scales of the sum's rows, [T], or of its rows and its columns, [N], all
+            positive, for x and W in float8_e4m3fn. The product must be `transposed`
+            then, and K and N multiples of 64. Without masks, s and B come divided
+            by the scales. Rows of padding of y are zero, whatever the operands hold.
     """
     x, w = [term.x for term in terms], terms[0].w
     t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
@@ -338,52 +332,9 @@ def expand_work(
     )
 
 
-def expand_fp8_work(
-    terms: Sequence[Term],
-    row_scale: Float[Array, " T"],
-    column_scale: Float[Array, " N"] | None,
-    blocks: Blocks,
-    bias: Float[Array, " N"] | None = None,
-    *,
-    band: int | None = None,
-) -> Work:
-    """Makes the work that computes y = xs ws (sum of xq wq^T) + mask * (s B) + bias.
-
-    The work can be run with outer products by `expand_with_outers`. y, [T, N], has the
-    dtype of s. Padding rows of y are zero, whatever the operands hold there.
-
-    Args:
-        terms: The terms of the sum. In each, x is xq, [T, K] float8_e4m3fn; w is wq,
-            [N, K] float8_e4m3fn; s is [T, R] bfloat16; b is B, [G, N, R] in any float
-            dtype. s is *divided by row_scale* if there is no mask, and as it is with
-            one. K and N are multiples of 64.
-        row_scale: xs of the rows, the same in all terms, float32 and positive.
-        column_scale: ws of the columns, float32; None: 1. At least about 1e-30, also of
-            columns that are all zero, so that B / ws is finite in bfloat16.
-        blocks: Slots of the rows.
-        bias: [N].
-        band: Tile rows visited together; None: the tuning table's choice.
-    """
-    scaled = []
-    for term in terms:
-        w, b = term.w[None], term.b
-        if term.mask is None and column_scale is not None:
-            b = b.astype(jnp.float32) / column_scale[:, None]
-        scaled.append(dataclasses.replace(term, w=w, b=b.astype(term.s.dtype)))
-    return expand_work(
-        scaled,
-        jnp.zeros(1, jnp.int32),
-        blocks,
-        bias,
-        transposed=True,
-        band=band,
-        scales=(row_scale,) if column_scale is None else (row_scale, column_scale),
-    )
-
-
 def run_expand(work: Work) -> Array:
     """Runs the work of an expand product alone and returns y, [T, N]."""
-    return run([work])[0]["y_gmem"]
+    return launch([work])[0]["y_gmem"]
 
 
 def outer_work(
@@ -436,7 +387,7 @@ def outer_work(
 def outer(*args, **kwargs) -> list[Array]:
     """Runs `outer_work` alone; returns each projection's gradient, [G, K, R]."""
     work, parts = outer_work(*args, **kwargs)
-    return _gradients(parts, run([work])[0])
+    return _gradients(parts, launch([work])[0])
 
 
 def _gradients(parts: Parts, results: dict[str, Any]) -> list[Array]:
@@ -469,11 +420,11 @@ def expand_with_outers(
         for work, parts in outers
     ]
     wide_steps = sum(steps) * columns / COLUMNS
-    plan = plan_side_items(expand.num_items, wide_steps, costs, device.num_sms())
+    _, plan = best_plan(expand.num_items, wide_steps, costs, device.num_sms())
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))
-    results = run(works, plan.num_side_sms)
-    results += [run([work])[0] for work, _ in alone]
+    results = launch(works, plan.num_side_sms)
+    results += [launch([work])[0] for work, _ in alone]
     each = zip((*outers, *alone), results[1:], strict=True)
     return results[0]["y_gmem"], [_gradients(parts, sums) for (_, parts), sums in each]

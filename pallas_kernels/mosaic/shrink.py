@@ -55,15 +55,9 @@ def shrink_ring(
     quantizes: bool = False,
     has_factors: bool = False,
 ) -> RingShape:
-    """Returns the ring of `Shrink`, or of `QuantizeShrink`.
+    """Returns the ring of `Shrink` for tiles of `width` ranks, and x in a dtype.
 
-    Args:
-        num_projections: P.
-        width: Number of ranks of a tile.
-        dtype: Dtype of x.
-        mask: Shapes of each mask's words; None: there are no masks.
-        quantizes: Whether x is also written as e4m3.
-        has_factors: Whether a factor of each feature comes with a stage.
+    For `QuantizeShrink`, it may also hold xq and a factor of each feature of a stage.
     """
     words = (num_projections, *(mask.shrink if mask else (WIDTH,)))
     stage_bytes = 2 * WIDTH * (ROWS + num_projections * width) + 4 * math.prod(words)

@@ -6,6 +6,7 @@ to other adapters, change no bit of it.
 
 import dataclasses
 import typing
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,15 @@ def _scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
 @typing.no_type_check  # JAX also builds its formats from leaves that are not arrays
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowScaledWeight(QuantizedWeight):
-    """`W[n, k] = values[n, k] * scale[n]`; the formats have both as fields."""
+    """`W[n, k] = values[n, k] * scale[n]`; the formats have both as fields.
 
+    Attributes:
+        values: The values.
+        scale: Scale of each output feature.
+        dtype: Dtype of the values.
+    """
+
+    dtype: ClassVar[DTypeLike]
     dimensions = {"values": ("N", "K"), "scale": ("N",)}
 
     values: jax.Array
@@ -79,6 +87,19 @@ class RowScaledWeight(QuantizedWeight):
         """Returns W [N, K], computed in float32 and rounded once to `dtype`."""
         w = self.values.astype(jnp.float32) * self.scale[:, None]
         return w.astype(dtype)
+
+    @classmethod
+    def shapes(
+        cls, out_features: int, in_features: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `QuantizedWeight.shapes`."""
+        return {
+            "values": jax.ShapeDtypeStruct((out_features, in_features), cls.dtype),
+            "scale": jax.ShapeDtypeStruct((out_features,), jnp.float32),
+        }
+
+    def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return self.shapes(*self.values.shape)
 
     @property
     def in_features(self) -> int:

@@ -32,7 +32,9 @@ def settings_arguments(
 ) -> list[jax.Array]:
     """Returns the index of each projection's row, and the named rows of settings.
 
-    A kernel takes them as `row_0`, `row_1`, `row_2`, and three parameters per name.
+    A kernel takes them as `row_0`, `row_1`, `row_2`, [1] each, and as three parameters
+    for each name, such as `factor_0`, the factor of each slot, or `chunks_0`, the
+    number of chunks of ranks of each slot, [rows, G].
     """
     return [
         array
@@ -48,9 +50,12 @@ def mask_arguments(
 ) -> list[jax.Array]:
     """Returns the thresholds, and the indices and words of tokens and of features.
 
-    A kernel takes three parameters each. The words of given masks take the place of the
-    features', and the bit of each token in them that of the tokens'. Where there is
-    nothing to give, a kernel takes `unused`.
+    A kernel takes three parameters each: `threshold_0`, the threshold of each slot,
+    [rows, G]; `place_0`, the row of the projection in its words, [1]; `token_0`, the
+    words of the tokens, [places, T / 64, 2, 64]; and `feature_0`, those of the
+    features, [places, G, F]. If masks are given, `token_0` is the bit of each token in
+    the two words of a block, [2, 64], and `feature_0` the bits, [T / 32, F]. Where
+    there is nothing to give, a kernel takes `unused`.
     """
     words = [mask for mask in masks if isinstance(mask, MaskWords)]
     given = [mask.bits for mask in masks if isinstance(mask, GivenMask)]

@@ -121,19 +121,15 @@ def expand_kernel(
         layer: Index in w, [1].
         slot_of: Slot of each block of 64 rows, [T / 64].
         bias: [N]; read if `BIASED`.
-        row_0: Row of the projection in its settings, [1].
-        chunks_0: Number of chunks of ranks of each slot, [rows, G].
-        threshold_0: Threshold of the mask of each slot, [rows, G].
-        place_0: Row of the projection in its mask words, [1].
-        token_0: Words of the tokens, [places, T / 64, 2, 64]; or their bits in the two
-            words of a block, [2, 64], if the masks are given.
-        feature_0: Words of the features of y, [places, G, F]; or bits, [T / 32, F].
+        row_0, chunks_0: See `settings_arguments`.
+        threshold_0, place_0, token_0, feature_0: See `mask_arguments`; features are
+            those of y.
         y: The result, [T, N].
         T, N, R, G, F, K_0: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
         TRANSPOSED, RANK_LAST, BIASED: As in `expand`.
-        MASK: Kind of the masks, see `HASHED` in arguments.py; 0: none.
+        MASK: Kind of the masks, see `HASHED`; 0: none.
         BM, BN, BK: Sizes of a tile and features of a step.
         BAND: Tile rows that are visited together.
     """

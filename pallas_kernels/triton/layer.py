@@ -82,17 +82,9 @@ def backward(
     ]
     ds = [ds_i for ds_i, _ in both]
     da = outer(x, ds, settings, masks, blocks, target=target)
-    terms = [
-        Term(
-            x=dy_i,
-            w=projections[i].dense_w,
-            s=ds[i],
-            b=given.a[i],
-            settings=settings[i],
-            mask=masks[i] if masks else None,
-        )
-        for i, dy_i in enumerate(dy)
-    ]
+    w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
+    each = zip(dy, w, ds, given.a, settings, of_terms, strict=True)
+    terms = [Term(*one) for one in each]
     dx = [
         expand(
             terms[first : first + MAX_PROJECTIONS],
