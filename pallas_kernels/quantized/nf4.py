@@ -61,7 +61,7 @@ def _dynamic_values() -> np.ndarray:
 DYNAMIC = _dynamic_values()
 
 
-def _nearest(codebook: np.ndarray, x: Float[Array, "*B"]) -> UInt8[Array, "*B"]:
+def nearest(codebook: np.ndarray, x: Float[Array, "*B"]) -> UInt8[Array, "*B"]:
     """Returns the index of the value nearest to each x; a tie goes to the lower one.
 
     Args:
@@ -125,7 +125,7 @@ class Nf4Weight(QuantizedWeight):
         blocks = w.astype(jnp.float32).reshape(w.shape[0], -1, BLOCK)
         absmax = jnp.abs(blocks).max(axis=2)
         scaled = blocks * (1 / jnp.maximum(absmax, SMALLEST_SCALE))[:, :, None]
-        code = _nearest(NF4, scaled).reshape(w.shape[0], -1, 2)
+        code = nearest(NF4, scaled).reshape(w.shape[0], -1, 2)
         offset = absmax.mean()
         nested_code, nested_absmax = _quantize_nested(absmax - offset)
         return cls(
@@ -231,5 +231,5 @@ def _quantize_nested(
     blocks = jnp.pad(flat, (0, -flat.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     largest = jnp.abs(blocks).max(axis=1)
     scaled = blocks * (1 / jnp.maximum(largest, SMALLEST_SCALE))[:, None]
-    code = _nearest(DYNAMIC, scaled).reshape(-1)[: flat.size]
+    code = nearest(DYNAMIC, scaled).reshape(-1)[: flat.size]
     return code.reshape(absmax.shape), largest
