@@ -23,7 +23,7 @@ from jaxlora.pallas_kernels.checks import (
     check_quantized,
     checked,
 )
-from jaxlora.pallas_kernels.dequantize import backward_weights, forward_weights
+from jaxlora.pallas_kernels.dequantize import readable_weights
 from jaxlora.pallas_kernels.dora import apply_gain, dropped
 from jaxlora.pallas_kernels.dropout import Dropout
 from jaxlora.pallas_kernels.given_mask import GivenMask
@@ -299,7 +299,9 @@ class Passes:
             s: What was computed beside x; None: it is computed here.
             w_transposed: Whether the weights are stored N K.
         """
-        readable, tied, is_n_k = forward_weights(projections, x, w_transposed)
+        readable, (tied,), is_n_k = readable_weights(
+            projections, [x], x.dtype, w_transposed
+        )
         given = {} if s is None else {"s": list(s)}
         with own_settings(self.precision):
             results = self.backend.forward(
@@ -322,7 +324,9 @@ class Passes:
             ds: What was computed beside dy; None: it is computed here.
         """
         x, projections, *rest = residuals
-        readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
+        readable, dy, is_n_k = readable_weights(
+            projections, dy, x.dtype, w_transposed, is_backward=True
+        )
         given = {} if ds is None else {"ds": list(ds)}
         with own_settings(self.precision):
             results = self.backend.backward(

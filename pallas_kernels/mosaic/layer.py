@@ -27,7 +27,6 @@ from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 from jaxlora.pallas_kernels.mosaic.launch import Work
 from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
-    RowFactors,
     Side,
     expand_with_outers,
     expand_work,
@@ -110,8 +109,8 @@ def _fp8_forward(
     """Computes `forward` on an fp8 base."""
     scale = row_scale(x)
     a = [_swap_last_axes(a) for a in given.a]
-    factors = RowFactors(inverse=1 / scale)
-    rows = quantize_shrink(x, a, given.settings, given.blocks, _masks(given), factors)
+    shared = given.settings, given.blocks, _masks(given)
+    rows = quantize_shrink(x, a, *shared, inverse=1 / scale)
     y = []
     for i, (p, w) in enumerate(zip(projections, weights, strict=True)):
         b, values = _swap_last_axes(given.b[i]), w.values[None]
@@ -184,8 +183,8 @@ def _fp8_backward(
     ds, terms, outers = [], [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []
-        factors = RowFactors(inverse=1 / scale, features=weights[i].scale)
-        rows = quantize_shrink(dy_i, [given.b[i]], *unmasked, factors)
+        factors = {"inverse": 1 / scale, "features": weights[i].scale}
+        rows = quantize_shrink(dy_i, [given.b[i]], *unmasked, **factors)
         # A masked term cannot share the accumulator with the frozen product.
         (s_i,), mask = (rows.s, masks[i]) if masks else (rows.folded, None)
         w = transposed[i][None]

@@ -80,19 +80,6 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowFactors:
-    """The factors of an array that is quantized by rows.
-
-    Attributes:
-        inverse: The inverse of each row's scale, [T], float32.
-        features: Factor of each feature, [K], float32; None: they are 1.
-    """
-
-    inverse: Array
-    features: Array | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantized:
     """The results of `quantize_shrink`.
 
@@ -108,7 +95,7 @@ class Quantized:
 
 
 def quantize_shrink(
-    x, a, settings, blocks: Blocks, masks, factors: RowFactors
+    x, a, settings, blocks: Blocks, masks, *, inverse: Array, features=None
 ) -> Quantized:
     """Quantizes x and computes s of each projection; see `QuantizeShrink`.
 
@@ -120,8 +107,11 @@ def quantize_shrink(
         settings: Settings of each projection.
         blocks: Slots of the rows.
         masks: Mask of each projection; empty without dropout.
-        factors: Factors with which x is quantized; s is of x itself.
+        inverse: The inverse of each row's scale, [T], float32.
+        features: Factor of each feature in xq, [K], float32; None: they are 1. s is of
+            x itself.
     """
+    factors = inverse, features
     out = _shrink(x, a, settings, blocks, masks, factors, writes_xq=True)
     return Quantized(
         xq=out["xq_gmem"], s=list(out["s_gmem"]), folded=list(out["folded_gmem"])
@@ -134,7 +124,7 @@ def _shrink(
     settings,
     blocks: Blocks,
     masks,
-    factors: RowFactors | None = None,
+    factors: tuple[Array, Array | None] | None = None,
     *,
     writes_xq: bool = False,
 ) -> dict[str, Any]:
@@ -146,7 +136,7 @@ def _shrink(
         x.dtype,
         tiles_of(masks),
         quantizes=writes_xq,
-        has_factors=factors is not None and factors.features is not None,
+        has_factors=factors is not None and factors[1] is not None,
     )
     if ring.num_stages < _MIN_STAGES:  # one projection always fits
         first, rest = (
@@ -167,7 +157,7 @@ def _shrink(
         xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
         role = QuantizeShrink
         out_types = ("xq_gmem", xq), *out_types, ("folded_gmem", s)
-        operands |= {"inverse_gmem": factors.inverse, "factor_gmem": factors.features}
+        operands |= dict(zip(("inverse_gmem", "factor_gmem"), factors, strict=True))
     work = Work(
         role=role,
         operands=operands,
