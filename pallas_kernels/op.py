@@ -17,12 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.backends import Backend, get_backend
-from jaxlora.pallas_kernels.checks import (
-    check_alike,
-    check_mesh,
-    check_quantized,
-    checked,
-)
+from jaxlora.pallas_kernels.checks import check_projections
 from jaxlora.pallas_kernels.dequantize import readable_weights
 from jaxlora.pallas_kernels.dora import apply_gain, dropped
 from jaxlora.pallas_kernels.dropout import Dropout
@@ -199,31 +194,6 @@ def frozen_linear(
         bias=bias,
         implementation=implementation,
     )
-
-
-def check_projections(
-    backend: Backend,
-    x,
-    projections: Sequence[Projection],
-    block_adapter,
-    *,
-    layer=None,
-    w_transposed: bool = False,
-) -> tuple[Projection, ...]:
-    """Checks linears that share x; returns them with every slot's rank."""
-    check_alike(projections)
-    is_stack = layer is not None
-    for p in projections:
-        if isinstance(p.w, QuantizedWeight):
-            check_quantized(p.w, x, is_stack=is_stack, w_transposed=w_transposed)
-    made = tuple(
-        checked(
-            backend, x, p, block_adapter, is_stack=is_stack, w_transposed=w_transposed
-        )
-        for p in projections
-    )
-    check_mesh(backend)
-    return made
 
 
 def _with_dora(run, x, projection: Projection, y, block_adapter):

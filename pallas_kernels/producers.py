@@ -19,12 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.backends import Backend, get_backend
-from jaxlora.pallas_kernels.op import (
-    Passes,
-    check_projections,
-    own_settings,
-    passes_of,
-)
+from jaxlora.pallas_kernels.checks import check_projections
+from jaxlora.pallas_kernels.op import Passes, own_settings, passes_of
 from jaxlora.pallas_kernels.projection import Projection
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.varying import vary, varying_axes

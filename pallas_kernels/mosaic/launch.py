@@ -247,13 +247,13 @@ class Kernel:
         return plgpu.kernel(
             self._body,
             out_type=self.out_types,
-            scratch_types=[
-                groups if len(groups) == 1 else plgpu.RefUnion(*groups),
-                [work.ring.barriers() for work in works],
-                plgpu.Barrier(
+            scratch_types={
+                "arrays": groups if len(groups) == 1 else plgpu.RefUnion(*groups),
+                "barriers": [work.ring.barriers() for work in works],
+                "work_done": plgpu.Barrier(
                     num_arrivals=COMPUTE_WGS, num_barriers=max(len(works) - 1, 1)
                 ),
-            ],
+            },
             grid=(self.num_sms,),
             grid_names=("sm",),
             num_threads=COMPUTE_WGS + 1,
@@ -266,16 +266,14 @@ class Kernel:
             ),
         )
 
-    def _body(self, *refs) -> None:
+    def _body(self, *refs, arrays, barriers, work_done) -> None:
         """The kernel's code, for references to inputs, results and shared memory."""
         works, num_in = self.works, len(self.inputs)
         in_tree = jax.tree.structure([work.operands for work in works])
         out_tree = jax.tree.structure([dict(work.out_types) for work in works])
-        num_out = out_tree.num_leaves
-        outs = jax.tree.unflatten(out_tree, refs[num_in : num_in + num_out])
+        outs = jax.tree.unflatten(out_tree, refs[num_in:])
         operands = jax.tree.unflatten(in_tree, [refs[i] for i in self.operand_indices])
-        groups, barriers, work_done = refs[num_in + num_out :]
-        groups = iter(groups)
+        groups = iter(arrays)
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
         todo = []
         for i, work in enumerate(works):

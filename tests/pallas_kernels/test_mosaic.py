@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels import kernel_settings
 from jaxlora.pallas_kernels.mosaic import layer, outer, products, ring, shrink
@@ -47,6 +48,26 @@ def test_the_width_of_the_tiles_changes_no_bit(monkeypatch):
     for other in results[1:]:
         for got, want in zip(other, results[0], strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+def test_scratch_comes_by_name_and_in_the_order_of_its_ring():
+    """By default, JAX sorts names, and shared memory with them."""
+    one, other = (ring.Smem.flat(n) for n in (64, 32))
+    shape = ring.RingShape.of(1, 1, z_smem=one, a_smem=(other, None), b_smem=None)
+    assert [list(group) for group in shape.groups()] == [["z_smem", "a_smem"]]
+    found = []
+
+    @plgpu.kernel(
+        out_type=[],
+        scratch_types={"arrays": shape.groups(), "barriers": shape.barriers()},
+    )
+    def kernel(*, arrays, barriers):
+        (smem,) = arrays
+        found.append([smem["z_smem"].shape, smem["a_smem"][0].shape, *barriers])
+
+    jaxpr = str(jax.make_jaxpr(kernel)())
+    assert found == [[(64,), (32,), *shape.barriers()]]
+    assert jaxpr.index("u32[64]") < jaxpr.index("u32[32]")
 
 
 MANY_SLOTS, FEW_SLOTS = [17, 3, 0, 10], [17, 3]
