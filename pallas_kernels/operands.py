@@ -9,12 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jaxlora.pallas_kernels.dropout import (
-    TILE_TOKENS,
-    Dropout,
-    MaskWords,
-    mask_words,
-)
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords, mask_words
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.projection import (
     RANK_STEP,

@@ -19,13 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import WORDS, GivenMask, bit_of_token
-from jaxlora.pallas_kernels.mosaic.ring import (
-    COMPUTE_WGS,
-    ROWS,
-    STEP,
-    Ref,
-    zeros_like,
-)
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, ROWS, STEP, Ref, zeros_like
 
 # Layouts of a vector with one value for each row, or column, of a tile.
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)

@@ -92,7 +92,7 @@ class RingShape:
         overlay: dict[str, Smem] | None = None,
         **smem: Any,
     ) -> "RingShape":
-        """Returns the ring with arrays in this order; a role lacks those of None."""
+        """Returns the ring of arrays in this order; the role lacks those of None."""
         found = tuple((name, one) for name, one in smem.items() if one)
         over = tuple((overlay or {}).items())
         return cls(num_stages, num_copies, num_tile_copies, found, over)
