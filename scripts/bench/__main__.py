@@ -58,7 +58,6 @@ SUBJECTS = {
     "replicas": Subject(
         "scheduler.replicas", "replicas of different shapes, simulated", on_device=False
     ),
-    "quality": Subject("quality", "recorded settings, as in PLoRA", on_device=False),
     "fuse": Subject("fuse.benchmark", "functions as they are, and fused"),
     "tune": Subject("kernels.tune", "tile choices, for the kernels' tuning table"),
 }

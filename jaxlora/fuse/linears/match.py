@@ -1,7 +1,7 @@
 """Finds the linears with low-rank branches in a jaxpr."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from jax.extend import core
 from jaxlora.fuse.backend import Chosen, choose_backend
 from jaxlora.fuse.linears.bases import repeated
 from jaxlora.fuse.linears.branches import find_linear, is_bias
-from jaxlora.fuse.linears.expand import expanded
 from jaxlora.fuse.linears.linear import Linear, rank_of
 from jaxlora.fuse.linears.near_misses import LenientNormalizer, obstacle_of
 from jaxlora.fuse.linears.refusals import (
@@ -20,7 +19,6 @@ from jaxlora.fuse.linears.refusals import (
     sharding_reason,
     weight_reason,
 )
-from jaxlora.fuse.linears.repeats import find_run
 from jaxlora.fuse.linears.sharing import Candidate, Readers
 from jaxlora.fuse.normal_forms.forms import Dims, Form, Indices, Term
 from jaxlora.fuse.normal_forms.normal import Normalizer
@@ -56,25 +54,12 @@ def find_sites(jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str) ->
         path: Names of the primitives around it.
         implementation: Name of a back end, or `auto`.
     """
-    run = find_run(jaxpr)
-    if run is not None:
-        finder = _Finder(run.shortened, path, implementation)
-        sites = finder.find()
-        found = expanded(run, sites, finder.refusals, finder.normalizers)
-        if found is not None and not finder.normalizer.joiner.added:
-            return _found(*found)
     finder = _Finder(jaxpr, path, implementation)
     sites = finder.find()
-    return _found(sites, finder.refusals, finder.normalizer.joiner.added)
-
-
-def _found(
-    sites: Sequence[Site], refusals: Mapping[int, Refusal], added: Sequence[Any] = ()
-) -> Found:
     return Found(
         sites=tuple(sites),
-        refusals=tuple(refusals[number] for number in sorted(refusals)),
-        added=tuple(added),
+        refusals=tuple(finder.refusals[n] for n in sorted(finder.refusals)),
+        added=tuple(finder.normalizer.joiner.added),
     )
 
 
@@ -84,7 +69,6 @@ class _Finder:
     Attributes:
         refusals: The near misses, by the number of the equation.
         normalizer: Knows the form of each value.
-        normalizers: All that have read the jaxpr.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str):
@@ -93,7 +77,6 @@ class _Finder:
         self.implementation = implementation
         self.live = live_equations(jaxpr)
         self.normalizer = Normalizer(RULES)
-        self.normalizers = [self.normalizer]
         self.candidates: dict[core.Var, Candidate] = {}
         self.readers = Readers(jaxpr, self.live, self.normalizer, self.candidates)
         self.accepted: set[int] = set()  # numbers of sums that are candidates
@@ -119,7 +102,6 @@ class _Finder:
         ):
             return
         lenient = LenientNormalizer()
-        self.normalizers.append(lenient)
         for number, eqn in enumerate(self.jaxpr.eqns):
             if not self.live[number]:
                 continue

@@ -5,14 +5,14 @@ in plain JAX. Their ways:
 
     original  as XLA compiles them
     fused     through `jaxlora.fuse`, as the prediction decides
-    regions   with --measure-seconds: through `jaxlora.fuse(..., measure_seconds=...)`
+    measured  with --measure-seconds: through `jaxlora.fuse(..., measure_seconds=...)`
     own       the library's own layers of the same sizes, with masks of their own
 
 All times are device times of the forward and backward pass, as CUPTI counts them, with
-the predictions of `jaxlora.explain` beside them.
+what `jaxlora.explain` predicts that the kernels save.
 
 Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
-`jaxlora.explain` says of measured regions, as text and as a picture. Needs a GPU.
+`jaxlora.explain` says of measured linears. Needs a GPU.
 
     python -m scripts.bench fuse --output-dir bench
     python -m scripts.bench fuse --programs layer --measure-seconds 60
@@ -30,10 +30,6 @@ from typing import Any
 import jax
 
 import jaxlora
-from jaxlora.fuse.explain import Explanation
-from jaxlora.fuse.predict.cost import Cost, graph_cost
-from jaxlora.fuse.predict.graph import data_flow
-from jaxlora.fuse.predict.kernel_rates import describe_device
 from jaxlora.pallas_kernels import compile_program
 from scripts.bench.fuse.own import own_layers
 from scripts.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
@@ -56,12 +52,12 @@ from scripts.bench.report import (
     table,
 )
 
-ORIGINAL, FUSED, REGIONS, OWN = WAYS = ("original", "fused", "regions", "own")
+ORIGINAL, FUSED, MEASURED, OWN = WAYS = ("original", "fused", "measured", "own")
 # The least known ways come first, in case that the time is up.
-_ORDER = (REGIONS, OWN, ORIGINAL, FUSED)
+_ORDER = (MEASURED, OWN, ORIGINAL, FUSED)
 _COLUMNS = (
-    "program", "way", "sites", "us", "speedup", "over_own", "predicted_us",
-    "prediction_error", "predicted_mb",
+    "program", "way", "sites", "us", "speedup", "over_own", "saved_us",
+    "predicted_saved_us",
     "explain_seconds", "trace_seconds", "compile_seconds",
 )  # fmt: skip
 _PASS_COLUMNS = ("program", "layers", "trace_seconds", "pass_seconds")
@@ -84,19 +80,9 @@ def replaced(
         return program
     if way == FUSED:
         return program.with_function(jaxlora.fuse(program.function, strict=True))
-    # Where XLA is faster in all regions, nothing is fused.
+    # Where XLA is faster everywhere, nothing is fused.
     fused = jaxlora.fuse(program.function, measure_seconds=measure_seconds)
     return program.with_function(fused)
-
-
-def predict(program: Program, explained: Explanation, way: str) -> Cost:
-    """Predicts the cost of a program's step on the present device."""
-    arguments = jax.eval_shape(program.step_arguments)
-    step = jax.make_jaxpr(program.step(program.function))(*arguments)
-    original = graph_cost(data_flow(step), describe_device())
-    if way == ORIGINAL:
-        return original
-    return original + (explained.training_after + explained.training_before * -1.0)
 
 
 def flat_step(program: Program) -> tuple[Any, tuple[Any, ...]]:
@@ -149,17 +135,15 @@ class Way:
         """Returns its row, with the median of all calls."""
         kernels, row = median_kernels(self.calls), {**self.columns}
         row["us"] = round(statistics.median(map(total, self.calls)), 1)
-        if "predicted_us" in row:
-            row["prediction_error"] = f"{row['predicted_us'] / row['us'] - 1:+.0%}"
         listed = [[name, n, round(us, 1)] for name, n, us in ranked(kernels)]
         return row | {"kinds": by_kind(kernels), "kernels": listed}
 
 
 def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
-    """Compiles a program in one way; regions are measured here."""
+    """Compiles a program in one way; linears are measured here."""
     program = make(name, way, args.measure_seconds)
     row: dict[str, Any] = {"program": program.name, "way": way}
-    if way != OWN:
+    if way in (FUSED, MEASURED):
         row |= _explained(name, program, way, args)
     run, leaves = flat_step(program)
     start = time.perf_counter()
@@ -175,23 +159,21 @@ def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
 def _explained(
     name: str, program: Program, way: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Returns columns of the prediction; writes what is said of measured regions."""
-    original = program if way == ORIGINAL else abstract(PROGRAMS[name])
+    """Returns columns of the prediction; writes what is said of measured linears."""
     start = time.perf_counter()
     explained = jaxlora.explain(program.function, *program.arguments)
     seconds = time.perf_counter() - start
-    predicted = predict(original, explained, way)
-    if way == REGIONS:
+    if way == MEASURED:
         print(explained, file=sys.stderr, flush=True)
         if args.output_dir is not None:
             (args.output_dir / f"{name}.txt").write_text(f"{explained}\n")
-            explained.save(args.output_dir / f"{name}.svg")
     return {
-        "sites": 0 if way == ORIGINAL else explained.num_fused,
-        # Regions are measured here, and the times are kept.
+        "sites": explained.num_fused,
+        # Linears are measured here, once for this function.
         "explain_seconds": round(seconds, 1),
-        "predicted_us": round(1e6 * predicted.seconds, 1),
-        "predicted_mb": round(predicted.num_bytes / 1e6),
+        "predicted_saved_us": round(
+            1e6 * (explained.before.seconds - explained.after.seconds), 1
+        ),
     }
 
 
@@ -201,7 +183,7 @@ def pass_row(layers: int) -> dict[str, Any]:
     start = time.process_time()
     jax.eval_shape(program.function, *program.arguments)
     traced = time.process_time()
-    fused = jaxlora.fuse(program.function, strict=True, measure_seconds=0)
+    fused = jaxlora.fuse(program.function, strict=True)
     jax.eval_shape(fused, *program.arguments)
     ended = time.process_time()
     return {
@@ -232,11 +214,12 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def with_ratios(row: Row, rows: Any) -> dict[str, Any]:
-    """Adds the speed over the original's, and the time over that of own layers."""
+    """Adds the speed and time saved over the original, and the time over own layers."""
     us = {way: rows.get((row["program"], way), {}).get("us") for way in WAYS}
     speedup = round(us[ORIGINAL] / row["us"], 3) if us[ORIGINAL] else None
     over_own = round(row["us"] / us[OWN], 3) if us[OWN] else None
-    return {**row, "speedup": speedup, "over_own": over_own}
+    saved = round(us[ORIGINAL] - row["us"], 1) if us[ORIGINAL] else None
+    return {**row, "speedup": speedup, "over_own": over_own, "saved_us": saved}
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
@@ -248,7 +231,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--measure-seconds",
         type=float,
-        help="time to spend on measuring the regions of each program",
+        help="time to spend on measuring the linears of each program",
     )
     out.add_argument(
         "--pass-layers",
@@ -264,7 +247,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
 def ways_of(name: str, args: argparse.Namespace) -> list[str]:
     """Returns the ways in which a program is timed."""
     is_made = {
-        REGIONS: args.measure_seconds is not None,
+        MEASURED: args.measure_seconds is not None,
         OWN: isinstance(PROGRAMS[name], Shape),
     }
     return [way for way in _ORDER if way in args.ways and is_made.get(way, True)]

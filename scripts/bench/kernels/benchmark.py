@@ -50,10 +50,10 @@ def time_jax(
     case: KernelCase, repeats: int, methods: Sequence[str], seconds: float
 ) -> Iterator[Timed]:
     """Times JAX methods; the name of the pass says whether a time is sustained."""
-    groups, routing = operands(case)
+    groups, block_adapter = operands(case)
     runs: dict[tuple[str, str], tuple] = {}  # functions with their arguments
     for name in methods:
-        inputs = prepared(name, groups), routing
+        inputs = prepared(name, groups), block_adapter
         for what in ("forward", "both"):
             run = jax.jit(call(name, with_gradient=what == "both"))
             runs[name, what] = run, *inputs

@@ -25,8 +25,8 @@ from pathlib import Path
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
-from scripts.bench.mesh.cases import DATA_SETS, Case
-from scripts.bench.mesh.results import Results
+from scripts.bench.mesh.cases import Case
+from scripts.bench.mesh.results import results, skipped
 from scripts.bench.report import (
     add_output_dir,
     add_training_options,
@@ -34,7 +34,6 @@ from scripts.bench.report import (
     needs_gpu,
     shared_fields,
 )
-from scripts.bench.scheduler.lengths import SHAPES, WORDS_AND_SIGMA
 from scripts.bench.shapes import LARGE, MODELS
 
 
@@ -97,13 +96,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
         "devices, and one device",
     )
     out.add_argument("--adapters", type=int, nargs="+", default=[1, 2, 4])
-    out.add_argument(
-        "--data-sets",
-        nargs="+",
-        choices=[*WORDS_AND_SIGMA, "mix", *SHAPES],
-        default=DATA_SETS,
-        help="sources of the lengths of the jobs' samples, in the order of the jobs",
-    )
     out.add_argument("--batch-samples", type=int, default=32, help="of each job")
     out.add_argument(
         "--ticks",
@@ -132,5 +124,5 @@ def run(args: argparse.Namespace) -> None:
             limit = (end - time.monotonic()) / (len(cases) - number)
             reason = measure_alone(case, folder, max(1.0, limit))
             if reason is not None:
-                Results(folder).skip(case, "the rest", reason)
-        print(Results(folder).tables())
+                results(folder).add(skipped(case, "the rest", reason))
+        print(results(folder).tables())

@@ -32,8 +32,6 @@ class Case(Workload):
         mesh: Sizes of the mesh, as in a run file.
         adapters: Numbers of adapters to measure.
         num_microbatches: Full microbatches of which all jobs together have the tokens.
-        data_sets: Source of the lengths of each job's samples. There are at least as
-            many as the most adapters.
         batch_samples: Samples in a global batch of each job.
         implementation: LoRA kernels, or `auto` for the first that can run the model.
         remat: What the backward pass recomputes.
@@ -42,18 +40,16 @@ class Case(Workload):
     mesh: str
     adapters: tuple[int, ...] = (1, 2, 4)
     num_microbatches: int = 128
-    data_sets: tuple[str, ...] = DATA_SETS
     batch_samples: int = 32
     implementation: str = "auto"
     remat: str = "none"
 
     def __post_init__(self):
-        most = len(self.data_sets)
+        most = len(DATA_SETS)
         if not self.adapters or not all(1 <= n <= most for n in self.adapters):
             raise ValueError(
                 f"adapters={self.adapters} must be numbers from 1 to {most}, as each "
-                "adapter has one of the data sets. Give more data sets, or the same "
-                "one several times."
+                "adapter has one of the data sets."
             )
 
     @property
@@ -103,7 +99,7 @@ def make_jobs(case: Case, num_jobs: int, num_microbatches: int) -> list[Prepared
     rngs = [np.random.default_rng([0, slot]) for slot in range(num_jobs)]
     drawn: list[list[int]] = [[] for _ in rngs]
     while sum(map(sum, drawn)) < num_microbatches * case.microbatch_tokens:
-        for name, own, rng in zip(case.data_sets, drawn, rngs, strict=False):
+        for name, own, rng in zip(DATA_SETS, drawn, rngs, strict=False):
             batch = lengths(name, case.batch_samples, rng)
             own += np.minimum(batch, case.longest).tolist()
     model, jobs = case.model_config(), []

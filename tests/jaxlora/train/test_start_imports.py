@@ -20,13 +20,11 @@ IMPORTED_BY = {
     ),
     "matplotlib": (
         "jaxlora.train.report.plot",
-        "jaxlora.fuse",
         "jaxlora.scheduler.picture",
-        "jaxlora.sweeps.picture",
         "jaxlora.scheduler.sweep.report",
         "jaxlora.scheduler.replicas.report",
     ),
-    "networkx": ("jaxlora.fuse",),
+    "networkx": ("jaxlora.fuse.place",),
     "orbax": ("jaxlora.train.saved.checkpoint",),
     "pulp": (
         "jaxlora.scheduler.algorithms.lorafusion",
@@ -37,7 +35,6 @@ IMPORTED_BY = {
     ),
     "highspy": ("jaxlora.scheduler.solver",),
     "scipy": (
-        "jaxlora.fuse.regions.candidates",
         "jaxlora.scheduler.calibrate",
         "jaxlora.scheduler.sweep.bound",
         "jaxlora.scheduler.replicas.bound",

@@ -1,8 +1,13 @@
-"""Parts of a program that one call of the kernels computes, and regions of them."""
+"""Norms and gates beside sites, and which of them one call of the kernels computes.
+
+The rule: under `auto`, kernels of norms and gates are taken if the function itself
+draws dropout masks for the linears that they are computed with. A back end that is
+named takes all that it can compute. The times behind the rule are in docs/fuse.md.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +17,11 @@ from jax.extend import core
 
 from jaxlora.fuse.kernel_call import inputs_of
 from jaxlora.fuse.linears.sharing import users_of
-from jaxlora.fuse.regions.makers import Maker, Makers
-from jaxlora.fuse.regions.row_expression import NotRowWise, RowExpression
+from jaxlora.fuse.makers import Maker, Makers
+from jaxlora.fuse.row_program import NotRowWise, RowExpression
 from jaxlora.fuse.rows import is_in_blocks
 from jaxlora.fuse.site import Site, SiteProjection
+from jaxlora.fuse.site_shape import draws_masks
 from jaxlora.fuse.trace import live_equations
 from jaxlora.pallas_kernels import (
     GivenMask,
@@ -24,6 +30,16 @@ from jaxlora.pallas_kernels import (
     unsupported_producer,
 )
 from jaxlora.pallas_kernels.given_mask import num_words
+
+# What is not computed again to make the small inputs of a program.
+_HEAVY = {
+    "dot_general",
+    "ragged_dot_general",
+    "scan",
+    "while",
+    "cond",
+    "custom_vjp_call",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +73,12 @@ class Part:
     gate: Gate | None = None
 
     @property
+    def name(self) -> str:
+        """What the call computes beside linears, or `kernels`."""
+        names = "producer" * bool(self.producer), "gate" * bool(self.gate)
+        return " and ".join(filter(None, names)) or "kernels"
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """Its sites."""
         return (self.site,) if self.gate is None else (self.site, self.gate.following)
@@ -85,105 +107,130 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Region:
-    """Sites of one jaxpr that row-wise functions connect, with these functions.
+class Around:
+    """The row-wise functions around a site that kernels can compute with it.
 
     Attributes:
-        sites: The sites.
-        makers: The functions that kernels can compute, by the number of the site.
-        producers: Numbers of the sites beside whose inputs kernels can compute s.
-        gates: Gates from one site to another, by their numbers.
-        refusals: For the number of a site, why kernels cannot compute what makes its
-            input, or cannot be its gate.
+        producer: Makes its input.
+        gate: Makes the input of another site of its outputs.
+        refusal: Why kernels cannot compute what makes its input, or cannot compute it
+            with the linears before; None: they can, or no arithmetic makes it.
     """
 
-    sites: tuple[Site, ...]
-    makers: dict[int, Maker]
-    producers: frozenset[int]
-    gates: dict[tuple[int, int], Gate]
-    refusals: dict[int, str]
-
-    def results_of(self, elements: Iterable[tuple[str, int]]) -> list[core.Var]:
-        """Returns the variables of the results of sites and of row-wise functions.
-
-        Args:
-            elements: `site` or `rows`, each with the number of the site.
-        """
-        found: list[core.Var] = []
-        for kind, number in elements:
-            if kind == "site":
-                found += [p.root for p in self.sites[number].projections]
-            else:
-                found.append(self.makers[number].x)
-        return found
+    producer: Maker | None = None
+    gate: Gate | None = None
+    refusal: str | None = None
 
 
-def find_regions(sites: Sequence[Site]) -> list[Region]:
-    """Returns the regions of the sites of one jaxpr; each site is in one."""
+def find_around(sites: Sequence[Site]) -> list[Around]:
+    """Returns what is around each of the sites of one jaxpr."""
     if not sites:
         return []
     jaxpr = sites[0].jaxpr
     makers = Makers(jaxpr, users_of(jaxpr, live_equations(jaxpr)))
-    roots = frozenset(p.root for site in sites for p in site.projections)
-    found, refusals = {}, {}
-    for number, site in enumerate(sites):
-        maker = makers.find(site, roots)
+    number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
+    found = [Around() for _ in sites]
+    for after, site in enumerate(sites):
+        maker = makers.find(site, frozenset(number_of))
         reason = maker if isinstance(maker, str) else None
         if isinstance(maker, Maker):
             reason = _no_producer(makers, maker, site)
-            found[number] = maker
-        if reason is not None:
-            refusals[number] = reason
-    producers = found.keys() - refusals.keys()
-    number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
-    gates = {}
-    for after in sorted(producers):
-        maker = found[after]
+        if reason is not None or not isinstance(maker, Maker):
+            found[after] = dataclasses.replace(found[after], refusal=reason)
+            continue
         for before in sorted({number_of[v] for v in maker.tiles if v in number_of}):
-            gate = _gate(makers, sites[before], maker, sites[after])
-            if isinstance(gate, str):
-                refusals[after] = gate
+            gate = _gate(makers, sites[before], maker, site)
+            if isinstance(gate, Gate):
+                found[before] = dataclasses.replace(found[before], gate=gate)
             else:
-                gates[before, after] = gate
-    groups = _connected(len(sites), gates)
-    return [
-        _region(sites, group, found, producers, gates, refusals) for group in groups
-    ]
+                reason = gate
+        found[after] = dataclasses.replace(found[after], producer=maker, refusal=reason)
+    return found
 
 
-def _region(sites, group, makers, producers, gates, refusals) -> Region:
-    new = {old: number for number, old in enumerate(group)}
-    return Region(
-        sites=tuple(sites[old] for old in group),
-        makers={new[old]: makers[old] for old in group if old in producers},
-        producers=frozenset(new[old] for old in group if old in producers),
-        gates={
-            (new[before], new[after]): gate
-            for (before, after), gate in gates.items()
-            if after in new
-        },
-        refusals={new[old]: refusals[old] for old in group if old in refusals},
+def parts_of(sites: Sequence[Site], around: Sequence[Around]) -> list[Part]:
+    """Returns parts that compute each site once, with all that is around it.
+
+    Args:
+        sites: The sites of one jaxpr.
+        around: What is around each of them.
+    """
+    parts: list[Part] = []
+    done: set[int] = set()
+    for site, beside in zip(sites, around, strict=True):
+        if id(site) not in done:
+            part = Part(site=site, producer=beside.producer, gate=beside.gate)
+            parts.append(part)
+            done |= set(map(id, part.sites))
+    return parts
+
+
+def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
+    """Whether `auto` has kernels compute norms and gates with some linears."""
+    return all(map(draws_masks, sites))
+
+
+def part_program(part: Part) -> core.Jaxpr:
+    """Returns a part as a program of its own, as its author wrote it.
+
+    Dropout masks are drawn in it, and what row-wise functions read of rows is computed
+    in it, if that takes no product.
+    """
+    jaxpr, makers = part.site.jaxpr, part.makers
+    roots = {p.root for site in part.sites for p in site.projections}
+    inputs: set[Any] = {v for site in part.sites for v in inputs_of(site)}
+    inputs -= {maker.read for maker in makers} | roots
+    inputs |= {v for maker in makers for v in maker.inputs} - roots
+    number_of = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    inner = frozenset().union(*(each.equations for each in (*makers, *part.sites)))
+    masks = (p.mask for site in part.sites for p in site.projections)
+    small = {m.operand.var for m in masks if m is not None}
+    for var in (small | {v for maker in makers for v in maker.rows}) & inputs:
+        needed, leaves = _behind(jaxpr, number_of, [var], inputs - {var})
+        names = {jaxpr.eqns[n].primitive.name for n in needed - inner}
+        is_light = not names & _HEAVY and not any(_is_large(v, inputs) for v in leaves)
+        if needed and is_light:
+            inputs.remove(var)
+    outside = [eqn for n, eqn in enumerate(jaxpr.eqns) if n not in inner]
+    read = {v for eqn in outside for v in eqn.invars if isinstance(v, core.Var)}
+    read |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    outputs = [v for v in (*roots, *(maker.x for maker in makers)) if v in read]
+    needed, leaves = _behind(jaxpr, number_of, outputs, inputs)
+    order = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    place = lambda v: (number_of.get(v, -1), order.get(v, len(order)))
+    return jaxpr.replace(
+        constvars=[],
+        invars=sorted(leaves, key=place),
+        outvars=sorted(outputs, key=place),
+        eqns=[jaxpr.eqns[number] for number in sorted(needed)],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
     )
 
 
-def _connected(count: int, gates: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Returns the groups of numbers that gates connect, in order."""
-    beside: list[list[int]] = [[] for _ in range(count)]
-    for before, after in gates:
-        beside[before].append(after)
-        beside[after].append(before)
-    groups, seen = [], set()
-    for number in range(count):
-        todo, group = [number], []
-        while todo:
-            one = todo.pop()
-            if one not in seen:
-                seen.add(one)
-                group.append(one)
-                todo += beside[one]
-        if group:
-            groups.append(sorted(group))
-    return groups
+def _is_large(var: core.Var, inputs: set[Any]) -> bool:
+    """Whether a variable is an array of floats that the part does not read."""
+    aval: Any = var.aval
+    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+    return var not in inputs and is_float and aval.size > 1
+
+
+def _behind(
+    jaxpr: core.Jaxpr,
+    number_of: Mapping[Any, int],
+    outputs: Iterable[Any],
+    inputs: set[Any],
+) -> tuple[set[int], list[Any]]:
+    """Returns the equations from inputs to outputs, and what they read."""
+    todo, needed, leaves = list(outputs), set(), {}
+    while todo:
+        var = todo.pop()
+        number = number_of.get(var)
+        if var in inputs or number is None:
+            leaves[var] = None
+        elif number not in needed:
+            needed.add(number)
+            todo += [v for v in jaxpr.eqns[number].invars if isinstance(v, core.Var)]
+    return needed, list(leaves)
 
 
 def _no_producer(makers: Makers, maker: Maker, site: Site) -> str | None:
@@ -230,7 +277,7 @@ def _no_gate(makers: Makers, site: Site, maker: Maker, following: Site) -> str |
         return "the inputs of its gate have names for policies of jax.checkpoint"
     if not all(_is_plain(p, site) for p in site.projections):
         return "the inputs of its gate are scaled or added to behind their products"
-    if is_transposed(site):
+    if all(p.w.indices[-1] in site.in_indices for p in site.projections):
         return "the weights before its gate are stored with output features first"
     if not is_in_blocks(site) or site.keeps_s:
         return "the rows before its gate are sorted or padded for the kernels"
@@ -245,11 +292,6 @@ def _is_plain(p: SiteProjection, site: Site) -> bool:
     order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
     held = tuple(i for dim in p.root_dims for i in dim)
     return not (p.scales or p.rest) and held == order and aval.dtype == site.dtype
-
-
-def is_transposed(site: Site) -> bool:
-    """Tells whether the weights of a site are stored with output features first."""
-    return all(p.w.indices[-1] in site.in_indices for p in site.projections)
 
 
 def _routing(site: Site) -> tuple:

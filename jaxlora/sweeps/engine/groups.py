@@ -1,11 +1,16 @@
-"""Assigns configurations to groups."""
+"""The groups of devices of a sweep: what each of them trains, and their files."""
 
 import dataclasses
 import itertools
+import pathlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlora.sweeps.engine.state import Configuration, SweepState
+from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
+from jaxlora.errors import StorageError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, is_own
+from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -25,7 +30,7 @@ class Group:
             the time by which the first one must come.
         next_start: Time before which no worker is started.
         tokens_per_second: Speed of its latest window.
-        resources: What its host reports.
+        memory: Share of its host's memory that is in use; None: it is not known.
     """
 
     num_slots: int
@@ -39,7 +44,7 @@ class Group:
     beat: float = 0.0
     next_start: float = 0.0
     tokens_per_second: float | None = None
-    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory: float | None = None
 
 
 def free_slots(state: SweepState, groups: Sequence[Group]) -> dict[int, int]:
@@ -137,3 +142,57 @@ def _may_move(state: SweepState, found: Configuration) -> bool:
     is_idle = found.progress.status in ("waiting", "paused")
     is_free = found.held is None and found.stop is None and not found.is_moving
     return is_idle and is_free and not state.waits(found) and state.may_leave(found)
+
+
+# ---- the checkpoints of all groups, and the adapters that stay -----------------------
+
+
+def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | None:
+    """Moves a PEFT folder to its place, where an earlier attempt may have been.
+
+    The move is on the disk when this returns, so that a record may name the place.
+
+    Args:
+        sweep: Folder of the sweep.
+        name: The configuration.
+        folder: Its PEFT folder in the run of a group; missing if it was moved before.
+
+    Returns:
+        Its place, within the folder of the sweep; None if there is no such folder.
+
+    Raises:
+        StorageError: It cannot be moved, or a link leads out of the sweep's folder.
+    """
+    kept = f"{ADAPTERS}/{name}"
+    if folder.is_dir():
+        is_inside = folder.resolve().is_relative_to(sweep.resolve())
+        if not (is_inside and is_own(sweep, kept)):
+            raise StorageError(
+                f"{folder} is not moved to {sweep / kept}: a link leads out of the "
+                "folder of the sweep. Replace it by a folder."
+            )
+        with wrap_os_errors(sweep / kept):
+            make_folder(sweep / ADAPTERS)
+            if (sweep / kept).exists():
+                shutil.rmtree(sweep / kept)
+            folder.rename(sweep / kept)
+            sync_folder(sweep / ADAPTERS)
+    return kept if (sweep / kept).is_dir() else None
+
+
+def remove_unused(sweep: pathlib.Path, state: SweepState) -> None:
+    """Removes checkpoints of ended workers that no configuration needs.
+
+    Args:
+        sweep: Folder of the sweep.
+        state: The sweep.
+    """
+    names = [f"{GROUPS}/{path.name}" for path in (sweep / GROUPS).glob("*")]
+    with_states = [
+        name
+        for name in names
+        if (sweep / name / CHECKPOINTS).is_dir()
+        and is_own(sweep, f"{name}/{CHECKPOINTS}")
+    ]
+    for name in state.unused_folders(with_states):
+        shutil.rmtree(sweep / name / CHECKPOINTS, ignore_errors=True)

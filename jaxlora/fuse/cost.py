@@ -1,34 +1,27 @@
 """Predicts the time of a site with and without the fused kernels, and decides.
 
 Times are device times of kernels that run one after the other, without the gaps
-between them.
+between them. `plain_costs` counts the kernels into which XLA compiles linears with
+adapters and dropout for an H200, forward and backward (jax 0.11.2):
+
+- A matrix product is a kernel by itself. It also adds a tensor to its result if
+  nothing else reads the result.
+- Element-wise operations with no such kernel between them are one loop, which also
+  keeps what later kernels read, such as a dropout mask.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
 
-import jax
-import networkx as nx
-
-from jaxlora.fuse.predict.formed import Formed
-from jaxlora.fuse.predict.graph import data_flow
-from jaxlora.fuse.predict.kernel_rates import (
+from jaxlora.fuse.device_rates import (
     TILE_COLUMNS,
     TILE_ROWS,
     KernelRates,
     describe_device,
 )
-from jaxlora.fuse.predict.launches import Launch, xla_launches
-from jaxlora.fuse.predict.site_shape import (
-    SiteShape,
-    forward_program,
-    mask_elements,
-    training_program,
-)
-from jaxlora.fuse.predict.work import THREEFRY_OPERATIONS
 from jaxlora.fuse.site import Site
+from jaxlora.fuse.site_shape import Formed, SiteShape
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
@@ -37,6 +30,12 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     splits_for,
 )
 
+# Integer operations of Threefry-2x32 for each output: 20 rounds of an addition, a
+# rotation and an exclusive or, the additions of the key, and the two counters. XLA's
+# program for an H200 has 83 of them beside those that it folds.
+THREEFRY_OPERATIONS = 83
+_DROPOUT_OPERATIONS = 9  # of an element: a uniform number, a comparison and a choice
+_THIN = 64  # a matrix product with a side this narrow waits for memory
 _STEP = 64  # ranks and rows of a step of the kernels
 _PART_TOKENS = 512
 # Measured on an H200 (docs/kernels.md, "Time per launch"): a kernel that reads x or dy
@@ -179,24 +178,94 @@ def format_time(seconds: float) -> str:
     return f"{micros:,.0f} us" if micros < 1e4 else f"{micros / 1e3:,.1f} ms"
 
 
-def launches_cost(launches: Iterable[Launch], device: KernelRates) -> Cost:
-    """Sums up the costs of kernels."""
-    each = (
-        Cost(num_bytes=launch.num_bytes, seconds=launch.seconds(device))
-        for launch in launches
-    )
-    return sum(each, Cost())
+def _loop(
+    device: KernelRates, num_bytes: float, vector: float = 0.0, integer: float = 0.0
+) -> Cost:
+    """Cost of a kernel of element-wise operations."""
+    arithmetic = vector / device.vector_operations + integer / device.integer_operations
+    seconds = max(num_bytes / device.memory_bytes, arithmetic)
+    return Cost(num_bytes=num_bytes, seconds=device.launch_seconds + seconds)
 
 
-def graph_cost(graph: nx.MultiDiGraph, device: KernelRates) -> Cost:
-    """Predicts the cost of a whole program as XLA compiles it."""
-    return launches_cost(xla_launches(graph), device)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plain:
+    """Costs of the kernels into which XLA compiles a site."""
+
+    shape: SiteShape
+    device: KernelRates
+
+    def product(self, batches: int, rows: int, columns: int, inner: int, added=0.0):
+        """Cost of a matrix product that also reads some bytes to add them."""
+        elements = rows * inner + inner * columns + rows * columns
+        num_bytes = self.shape.itemsize * batches * elements + added
+        is_thin = min(rows, columns, inner) <= _THIN
+        share = self.device.thin_share if is_thin else self.device.memory_share
+        seconds = max(
+            num_bytes / (share * self.device.speed.memory_bytes),
+            self.device.matmul_seconds((batches, rows, columns, inner)),
+        )
+        return Cost(num_bytes=num_bytes, seconds=self.device.launch_seconds + seconds)
+
+    def masks(self) -> tuple[Cost, Cost]:
+        """Costs of x with dropout in a forward pass, and in one of both passes."""
+        shape, elements = self.shape, self.shape.tokens * self.shape.in_features
+        passes = 2 * elements * shape.itemsize
+        if not shape.draws_masks:
+            each = _loop(self.device, passes + elements) * shape.masks
+            return each, each
+        work = _DROPOUT_OPERATIONS * elements, THREEFRY_OPERATIONS * elements
+        forward = _loop(self.device, passes, *work)
+        # The backward pass reads the masks, one byte per element.
+        both = _loop(self.device, passes + elements, *work)
+        return forward * shape.masks, both * shape.masks
+
+    def linear(self, number: int) -> tuple[Cost, Cost]:
+        """Costs of the forward and the backward pass of a linear."""
+        shape, loop, product = self.shape, self._loop, self.product
+        n, r, k, t = (
+            shape.out_features[number],
+            shape.ranks[number],
+            shape.in_features,
+            shape.tokens,
+        )
+        x, y, s = (t * size * shape.itemsize for size in (k, n, r))
+        formed = {f.role: f for f in shape.formed if f.linear == number}
+        # The function multiplies by an A or B that all adapters share at once.
+        a, b = (1 if role in formed else shape.adapters for role in "ab")
+        is_last = number == len(shape.out_features) - 1
+        forward = product(a, t // a, r, k) + loop(2 * s)
+        if "w" in formed:  # its scales are between the product and the sum
+            forward += product(1, t, n, k) + loop(2 * y) + product(b, t // b, n, r, y)
+        else:
+            forward += product(b, t // b, n, r) + product(1, t, n, k, y)
+        if shape.bias or number < shape.scales:
+            forward += loop(2 * y)
+        backward = product(b, n, r, t // b) + product(b, t // b, r, n) + loop(2 * s)
+        # The gradient of x is a sum over all linears and their branches.
+        before = 0 if is_last else x
+        if shape.masks:
+            backward += loop(2 * x + t * k + before) + product(a, t // a, k, r)
+        else:
+            backward += product(a, t // a, k, r, before)
+        backward += product(a, r, k, t // a) + product(1, t, k, n, x)
+        if number < shape.scales:
+            backward += loop(2 * y) + loop(2 * y) + loop(0)
+        if "w" in formed:
+            backward += loop(2 * y)
+            backward += loop(2 * y) + loop(0) if formed["w"].is_trained else Cost()
+        return forward, backward
+
+    def _loop(self, num_bytes: float) -> Cost:
+        return _loop(self.device, num_bytes)
 
 
 def plain_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
     """Predicts the forward pass and both passes of a site as XLA compiles them."""
-    programs = forward_program(shape), training_program(shape)
-    forward, both = (graph_cost(data_flow(p), device) for p in programs)
+    plain = _Plain(shape, device)
+    forward, both = plain.masks() if shape.masks else (Cost(), Cost())
+    for number in range(len(shape.out_features)):
+        one, back = plain.linear(number)
+        forward, both = forward + one, both + one + back
     return forward, both
 
 
@@ -213,17 +282,12 @@ def fused_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
         backward += shrink_cost(shape, n, device, rank)
     if shape.masks:
         forward += Cost(seconds=_MASK_SECONDS)
-    extra_1, extra_2 = (sum(costs, Cost()) for costs in _beside(shape, device))
-    backward += _expand_with_outers(shape, device) + extra_2 + extra_1 * -1.0
-    return forward + extra_1, forward + extra_1 + backward
-
-
-def _beside(shape: SiteShape, device: KernelRates) -> tuple[list[Cost], list[Cost]]:
-    """Costs of what runs beside the kernels, of the forward pass and of both."""
-    pairs = [_scaling_costs(shape, device)]
-    pairs += [formed_costs(f, shape, device) for f in shape.formed]
-    forward, both = zip(*pairs, strict=True)
-    return list(forward), list(both)
+    backward += _expand_with_outers(shape, device)
+    beside = [_scaling_costs(shape, device)]
+    beside += [formed_costs(formed, shape, device) for formed in shape.formed]
+    for once, both in beside:
+        forward, backward = forward + once, backward + both + once * -1.0
+    return forward, forward + backward
 
 
 def formed_costs(
@@ -234,28 +298,18 @@ def formed_costs(
     The gradient of a weight's scales needs that of the weight, which is a product as
     large as the frozen one.
     """
-    arrays = formed.arrays
-
-    def run(arrays, d):
-        product, pullback = jax.vjp(formed.product, arrays)
-        return product, pullback(d)
-
-    result = jax.eval_shape(formed.product, arrays)
-    programs = [jax.make_jaxpr(formed.product)(arrays)]
-    if formed.is_trained:
-        programs.append(jax.make_jaxpr(run)(arrays, result))
-    forward, *rest = (graph_cost(data_flow(program), device) for program in programs)
-    both = rest[0] if rest else forward
-    if formed.role == "w" and formed.is_trained:
-        both += _weight_gradient(shape, result.shape, device)
-    return forward, both
+    once = _loop(device, formed.num_bytes)
+    if not formed.is_trained:
+        return once, once
+    both = once * (1 + formed.num_factors)
+    if formed.role == "w":
+        both += _weight_gradient(shape, shape.out_features[formed.linear], device)
+    return once, both
 
 
-def _weight_gradient(
-    shape: SiteShape, sizes: tuple[int, ...], device: KernelRates
-) -> Cost:
+def _weight_gradient(shape: SiteShape, n: int, device: KernelRates) -> Cost:
     """Cost of dW, which reads x and dy."""
-    k, n = sizes[-2:]
+    k = shape.in_features
     num_bytes = _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
     seconds = max(
         device.matmul_seconds((1, k, n, shape.tokens)), num_bytes / device.memory_bytes
@@ -295,7 +349,7 @@ def _packing(shape: SiteShape, device: KernelRates) -> Cost:
     """Cost of packing the masks to one bit per element, and of drawing them."""
     if not shape.masks:
         return Cost()
-    elements = mask_elements(shape)
+    elements = shape.masks * shape.tokens * shape.in_features
     read = 0 if shape.draws_masks else elements
     drawn = THREEFRY_OPERATIONS * elements if shape.draws_masks else 0
     num_bytes = read + elements / 8

@@ -4,14 +4,18 @@ import dataclasses
 import logging
 import pathlib
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from jaxlora.errors import JaxloraError
-from jaxlora.run.clone_settings import settings_to_add
-from jaxlora.run.job_progress import JobStatus
+from jaxlora.config import LoraJob
+from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.run.clone_settings import clone_settings, settings_to_add
+from jaxlora.run.job_progress import JobProgress, JobStatus
 from jaxlora.run.live.mailbox import DONE, Answer, ControlRequest, Mailbox
 from jaxlora.run.live.status_file import STATUS_FILE, write_status
 from jaxlora.run.status import RunStatus
 from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.state import Configuration
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +24,7 @@ _FULL = 0.95  # share of a host's memory, above which the log warns
 _DONE = DONE | {"add": "is in the queue; it starts when a group has a free slot"}
 
 
-class Desk:
+class Requests:
     """Takes requests and writes status.json, once in each round of the driver."""
 
     def __init__(self, folder: pathlib.Path):
@@ -70,7 +74,7 @@ class Desk:
     def _warn(self, driver: Driver) -> None:
         """Warns of hosts whose memory is almost full."""
         for number, group in enumerate(driver.groups):
-            used = group.resources.get("memory", 0.0)
+            used = group.memory or 0.0
             if used > _FULL and number not in self._warned:
                 logger.warning(
                     "group %d: its host uses %.0f%% of its memory. Waiting "
@@ -82,21 +86,89 @@ class Desk:
                 self._warned.add(number)
 
 
+# ---- what is asked for ---------------------------------------------------------------
+
+
 def _do(driver: Driver, request: ControlRequest) -> str:
     """Does what a request asks for; returns what follows."""
     match request.action:
         case "stop":
-            driver.stop(request.job, request.reason or "stopped by request")
+            stop(driver, request.job, request.reason or "stopped by request")
         case "pause":
-            driver.pause(request.job, request.reason or "paused by request")
+            pause(driver, request.job, request.reason or "paused by request")
         case "resume":
-            driver.resume(request.job)
+            resume(driver, request.job)
         case "add":
             driver.add(settings_to_add(request.settings or {}))
         case "clone":
-            copy = driver.clone(request.job, request.settings or {})
+            copy = clone(driver, request.job, request.settings or {})
             return f"job {copy!r} is a copy of {request.job!r} after its next batch."
     return f"job {request.job!r} {_DONE[request.action]}."
+
+
+def clone(driver: Driver, name: str, settings: Mapping[str, Any]) -> str:
+    """Adds a copy of a configuration, which starts in its group.
+
+    Args:
+        driver: The driver.
+        name: The configuration.
+        settings: Settings that differ, and the copy's name if it is given.
+
+    Returns:
+        The name of the copy.
+
+    Raises:
+        ConfigError: The configuration is in no group or has not begun itself, a
+            setting cannot change, or the name is taken.
+    """
+    found = _open(driver, name)
+    if found.group is None or found.is_moving or found.awaits_origin:
+        raise ConfigError(
+            f"job {name!r} has no state in a group now: it waits for a slot, or to "
+            "start as a copy itself. Ask again when it trains."
+        )
+    changes = dict(settings)
+    new_name = changes.pop("name", None)
+    job = LoraJob.model_validate(found.settings)
+    copy = clone_settings(job, changes, new_name)
+    driver.add(copy)
+    return copy.name
+
+
+def stop(driver: Driver, name: str, reason: str) -> None:
+    """Ends a configuration, after its current global batch."""
+    found = _open(driver, name)
+    driver.record("asked_to_stop", name=name, reason=reason)
+    if found.group is not None:
+        driver.ask(found, "stop", reason)
+    elif not found.sources:
+        progress = JobProgress(status="stopped", reason=reason)
+        driver.note_end(None, name, progress)
+
+
+def pause(driver: Driver, name: str, reason: str) -> None:
+    """Lets a configuration leave its slot."""
+    found = _open(driver, name)
+    driver.record("held", name=name, reason=reason)
+    driver.ask(found, "pause", reason)
+    driver.review()
+
+
+def resume(driver: Driver, name: str) -> None:
+    """Lets a configuration that was paused go on."""
+    found = _open(driver, name)
+    driver.record("held", name=name, reason=None)
+    driver.ask(found, "resume")
+
+
+def _open(driver: Driver, name: str) -> Configuration:
+    found = driver.state.configurations.get(name)
+    if found is None:
+        names = ", ".join(driver.state.configurations)
+        raise ConfigError(f"there is no job {name!r}; there are: {names}.")
+    if found.is_closed:
+        raise ConfigError(f"job {name!r} has ended: {found.progress.reason}.")
+    return found
 
 
 def run_status(driver: Driver) -> RunStatus:

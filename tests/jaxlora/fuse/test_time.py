@@ -55,7 +55,7 @@ def test_kernel_calls_of_equal_layers_are_traced_once(monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-if __name__ == "__main__":  # python -m tests.jaxlora.fuse.predict.test_time
+if __name__ == "__main__":  # python -m tests.jaxlora.fuse.test_time
     for function in (decoder.scanned, decoder.unrolled):
         seconds = seconds_to_rewrite(function, 80)
         print(f"{function.__name__}, 80 layers: {seconds:.1f} s")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxlora
+from jaxlora.fuse import measure
 from jaxlora.fuse.api import FuseOptions, trace_call
-from jaxlora.fuse.regions import measure
-from jaxlora.fuse.regions.measure import Stopwatch
+from jaxlora.fuse.measure import Stopwatch
 from tests.jaxlora.fuse.row_functions import SWIGLU
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import mosaic_kernels
@@ -47,8 +47,8 @@ def test_both_passes_by_the_oracle_and_adapters_are_isolated():
     with mosaic_kernels():
         lora, frozen, x = arguments()
         options = FuseOptions("mosaic")
-        (choice,) = trace_call(RUN, options, (lora, frozen, x), {}).rewritten.choices
-        assert choice.plan.name == "producer and gate(0, 1)"
+        found = trace_call(RUN, options, (lora, frozen, x), {}).rewritten.choices
+        assert {choice.part.name for choice in found} == {"producer and gate"}
         fused = both_passes(jaxlora.fuse(RUN, implementation="mosaic", strict=True))
         got = fused(lora, frozen, x)
         other = fused(lora, frozen, x.at[1].set(jnp.nan))
@@ -60,8 +60,7 @@ def test_both_passes_by_the_oracle_and_adapters_are_isolated():
         np.testing.assert_array_equal(one[0], beside[0])
 
 
-def test_candidates_are_timed_while_a_function_is_traced(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_ways_are_timed_while_a_function_is_traced(monkeypatch):
     traced = lambda p: jax.eval_shape(p.function, p.values, p.gradients)
     monkeypatch.setattr(measure, "_lowered", traced)
     monkeypatch.setattr(measure, "_compile", lambda _: None)
@@ -74,7 +73,7 @@ def test_candidates_are_timed_while_a_function_is_traced(monkeypatch, tmp_path):
     def run(given):
         given = given["lora"], given["frozen"], given["x"]
         (choice,) = trace_call(linear, options, given, {}).rewritten.choices
-        assert [*choice.seconds] == ["producer(0)", "kernels(0)"]
+        assert [*choice.seconds] == ["kernels", "producer"]
         return given[-1]
 
     with mosaic_kernels():

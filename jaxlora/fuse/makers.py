@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.predict.work import Kind, kind_of
-from jaxlora.fuse.regions.row_expression import (
+from jaxlora.fuse.row_program import (
     Builder,
     NotRowWise,
     RowExpression,
@@ -28,7 +27,46 @@ from jaxlora.fuse.regions.row_expression import (
 )
 from jaxlora.fuse.site import Site
 
-_COLLECTIVES = {"all_gather", "all_to_all", "psum", "psum_invariant", "reduce_scatter"}
+# What XLA computes in a kernel of its own, or is there already, beside reductions.
+_WRITTEN = {
+    "all_gather",
+    "all_to_all",
+    "argmax",
+    "argmin",
+    "cholesky",
+    "conv_general_dilated",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+    "cumprod",
+    "cumsum",
+    "custom_call",
+    "dot_general",
+    "ffi_call",
+    "fft",
+    "iota",
+    "mesh_cast",
+    "name",
+    "optimization_barrier",
+    "pallas_call",
+    "pcast",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "pvary",
+    "ragged_dot_general",
+    "reduce_precision",
+    "scaled_dot",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "scatter_mul",
+    "sharding_constraint",
+    "sort",
+    "stop_gradient",
+    "top_k",
+    "triangular_solve",
+}
 
 Extent = Literal["tile", "row", "feature", "scalar"]
 
@@ -251,9 +289,9 @@ class _Walk:
         """Raises `NotRowWise` if XLA would compute an equation where it is read."""
         name, params = eqn.primitive.name, eqn.params.values()
         is_call = any(isinstance(p, core.Jaxpr | core.ClosedJaxpr) for p in params)
-        is_kernel = kind_of(eqn) is not Kind.MAP or name in _COLLECTIVES
+        is_kernel = name in _WRITTEN or name.startswith("reduce_")
         is_kernel |= is_call and name != "custom_jvp_call"
-        if not is_kernel or name in ("split", "transpose"):
+        if not is_kernel:
             raise NotRowWise(f"kernels cannot compute {name} on tiles")
 
     def _leave(self, var: core.Var) -> None:

@@ -10,9 +10,9 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend import core
 
 from jaxlora.fuse.kernel_call import SiteCall, linear_outputs
-from jaxlora.fuse.regions.makers import Maker
-from jaxlora.fuse.regions.part import Gate, Part, in_order
-from jaxlora.fuse.regions.row_expression import RowExpression
+from jaxlora.fuse.makers import Maker
+from jaxlora.fuse.producers import Gate, Part, in_order
+from jaxlora.fuse.row_program import RowExpression
 from jaxlora.fuse.site import Site
 from jaxlora.pallas_kernels import Gate as KernelGate
 from jaxlora.pallas_kernels import RowArguments, multi_lora_gate, produce
