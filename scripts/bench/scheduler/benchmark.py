@@ -35,8 +35,8 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
-from jaxlora.scheduler.algorithms import lorafusion, mlora
-from jaxlora.scheduler.streams.ticks import arrange
+from jaxlora.scheduler.pack.whole import arrange
+from jaxlora.scheduler.papers import lorafusion, mlora
 
 STAGES, LANES, LAST_STAGES = (1, 4, 8, 16), (1, 2, 8), (1.0, 1.06)
 

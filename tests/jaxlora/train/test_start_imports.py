@@ -30,7 +30,7 @@ IMPORTED_BY = {
     "networkx": ("jaxlora.fuse",),
     "orbax": ("jaxlora.train.saved.checkpoint",),
     "pulp": (
-        "jaxlora.scheduler.algorithms.lorafusion",
+        "jaxlora.scheduler.papers",
         "jaxlora.scheduler.solver",
         "jaxlora.scheduler.sweep.plora",
         "jaxlora.scheduler.replicas.deploy",
