@@ -29,8 +29,10 @@ from jaxlora.scheduler.types import Limits, Pipeline, Schedule
 _POOL_PARTS = (1.0, 0.95)
 # Fillings that are polished.
 _NUM_POLISHED = 2
-# Polishing the ticks of more lanes takes long and saves little.
-MAX_POLISHED_LANES = 4
+# Polishing the ticks of more lanes takes long.
+_MAX_POLISHED_LANES = 8
+# Full ticks by which the way to plan many is chosen.
+_FIRST_TICKS = 96
 
 
 def drains(pipeline: Pipeline, cost: CostModel) -> bool:
@@ -39,6 +41,12 @@ def drains(pipeline: Pipeline, cost: CostModel) -> bool:
     Nothing drains between two batches with a distance below the number of stages.
     """
     return 1 < pipeline.num_stages <= pipeline.distance and not cost.is_flat
+
+
+def polishes(lanes: Lanes, cost: CostModel) -> bool:
+    """Whether ticks are polished."""
+    few = lanes.num_lanes <= _MAX_POLISHED_LANES
+    return few and drains(lanes.pipeline, cost)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,36 +94,44 @@ def plan_ticks(
         everywhere: Whether to polish all ticks, and not only those where the pipeline
             fills and drains.
     """
-    n, pipeline = lanes.num_lanes, lanes.pipeline
-    is_open = drains(pipeline, cost)
-
-    def even(ticks: Sequence[PartTick], *, is_pooled: bool = False) -> list[PartTick]:
-        if is_pooled:
-            together = (list(itertools.chain(*tick)) for tick in ticks)
-            ticks = split_ticks(together, limits, n, cost)
-        return [evened(tick, limits, n, cost) for tick in ticks]
-
-    plans: list[_Plan] = []
-    for way in _ways(limits, lanes, cost, ahead):
-        is_pooled = way.lanes.num_lanes < n
-        ticks, behind = way.plan(queue.copy(), ahead, looks_behind=is_open)
-        plans.append(
-            (even(ticks, is_pooled=is_pooled), even(behind, is_pooled=is_pooled))
-        )
-    if is_open and n <= MAX_POLISHED_LANES:
-        ranked = _ranked(plans, ahead.before, limits, lanes, cost)
+    args = limits, lanes, cost
+    plans = [way.plan(queue.copy(), *args, ahead) for way in _ways(*args, ahead)]
+    if polishes(lanes, cost):
         waits = {job: tick - ahead.first_tick for job, tick in queue.ready().items()}
-        for ticks, behind in ranked[:_NUM_POLISHED]:
+        for i in _ranked(plans, *args, ahead.before)[:_NUM_POLISHED]:
+            ticks, behind = plans[i]
             better = polished(
-                *(ticks, limits, lanes, cost),
+                *(ticks, *args),
                 before=ahead.before,
                 after=behind,
                 earliest={job: wait for job, wait in waits.items() if wait > 0},
                 everywhere=everywhere,
             )
             plans.append((better, behind))
-    best, _ = _ranked(plans, ahead.before, limits, lanes, cost)[0]
-    return list(balanced(best, n))
+    best, _ = plans[_ranked(plans, *args, ahead.before)[0]]
+    return list(balanced(best, lanes.num_lanes))
+
+
+def plan_many_ticks(
+    queue: JobQueue, limits: Limits, lanes: Lanes, cost: CostModel
+) -> list[Tick]:
+    """Plans all ticks in the way that is the best for the first ones.
+
+    This takes less time than `plan_ticks`, by which ticks are shorter.
+
+    Args:
+        queue: The jobs, which are advanced to their ends.
+        limits: Limits of a microbatch.
+        lanes: The lanes.
+        cost: Times of a microbatch on one lane.
+    """
+    args = limits, lanes, cost
+    work = _FIRST_TICKS * lanes.num_lanes * limits.capacity
+    ahead = Ahead(most_work=work, most_ticks=4 * _FIRST_TICKS)
+    ways = _ways(*args, ahead)
+    plans = [way.plan(queue.copy(), *args, ahead) for way in ways]
+    ticks, _ = ways[_ranked(plans, *args, ())[0]].plan(queue, *args, Ahead())
+    return list(balanced(ticks, lanes.num_lanes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,9 +150,16 @@ class _Way:
     lanes: Lanes
     ramps: Ramps | None
 
-    def plan(self, queue: JobQueue, ahead: Ahead, *, looks_behind: bool) -> _Plan:
+    def plan(
+        self,
+        queue: JobQueue,
+        limits: Limits,
+        lanes: Lanes,
+        cost: CostModel,
+        ahead: Ahead,
+    ) -> _Plan:
         """Plans ticks of a queue, which is advanced."""
-        args = queue, self.limits, self.lanes
+        args, n = (queue, self.limits, self.lanes), lanes.num_lanes
         ticks = fill_ticks(
             *args,
             self.fill,
@@ -146,16 +169,22 @@ class _Way:
             work_left=ahead.work_left,
             ramps=self.ramps,
         )
-        if not queue or not looks_behind:
-            return ticks, []
-        behind = fill_ticks(
-            *args,
-            Fill(target=self.fill.target),
-            first_tick=ahead.first_tick + len(ticks),
-            most_ticks=self.lanes.pipeline.num_stages,
-            ramps=self.ramps,
-        )
-        return ticks, behind
+        behind: list[PartTick] = []
+        if queue and drains(lanes.pipeline, cost):
+            behind = fill_ticks(
+                *args,
+                Fill(target=self.fill.target),
+                first_tick=ahead.first_tick + len(ticks),
+                most_ticks=lanes.pipeline.num_stages,
+                ramps=self.ramps,
+            )
+        both = []
+        for some in (ticks, behind):
+            if self.lanes.num_lanes < n:
+                together = (list(itertools.chain(*tick)) for tick in some)
+                some = split_ticks(together, limits, n, cost)
+            both.append([evened(tick, limits, n, cost) for tick in some])
+        return both[0], both[1]
 
 
 def _ways(limits: Limits, lanes: Lanes, cost: CostModel, ahead: Ahead) -> list[_Way]:
@@ -195,12 +224,12 @@ def pool(
 
 def _ranked(
     plans: Sequence[_Plan],
-    before: Sequence[Tick],
     limits: Limits,
     lanes: Lanes,
     cost: CostModel,
-) -> list[_Plan]:
-    """Sorts plans by the time in which they finish the work common to all."""
+    before: Sequence[Tick],
+) -> list[int]:
+    """Returns the places of plans; the first to finish the common work leads."""
     n, works, times = lanes.num_lanes, [], []
     for ticks, behind in plans:
         tokens = [sum(s.num_tokens for m in t for s in m) for t in ticks]
@@ -213,4 +242,4 @@ def _ranked(
         times.append(run.backward_end[0, first : first + len(ticks)])
     common = min(work[-1] for work in works)
     time = [float(np.interp(common, w, t)) for w, t in zip(works, times, strict=True)]
-    return [plans[i] for i in sorted(range(len(plans)), key=time.__getitem__)]
+    return sorted(range(len(plans)), key=time.__getitem__)

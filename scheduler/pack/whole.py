@@ -15,10 +15,11 @@ from jaxlora.scheduler.pack.fill import balanced, evened, split_ticks
 from jaxlora.scheduler.pack.jobs import JobQueue, WorkModel, job_batches
 from jaxlora.scheduler.pack.polish import polished
 from jaxlora.scheduler.pack.ways import (
-    MAX_POLISHED_LANES,
     Ahead,
     drains,
+    plan_many_ticks,
     plan_ticks,
+    polishes,
 )
 from jaxlora.scheduler.papers import greedy, mlora
 from jaxlora.scheduler.simulate import check_stages, simulate
@@ -31,7 +32,7 @@ from jaxlora.scheduler.types import (
     check_fits,
 )
 
-# Samples of a plan that is compared with other orders, and polished as a whole.
+# Samples of a plan that is polished, and compared with other orders.
 _FEW_SAMPLES = 1024
 _FEW_JOBS = 64
 # Other orders are only tried if a plan exceeds the bound by more than this.
@@ -69,11 +70,12 @@ def pack(
         return Schedule(microbatches=(), limits=limits)
     lanes, work = Lanes(data=num_lanes, pipeline=pipeline), WorkModel.from_cost(cost)
     queue = JobQueue.of(job_batches(samples), limits, lanes, cost)
-    is_small = len(samples) <= _FEW_SAMPLES
+    if len(samples) > _FEW_SAMPLES:
+        return _schedule(plan_many_ticks(queue, limits, lanes, cost), limits)
     ahead = Ahead(work_left=sum(work.item(sample)[0] for sample in samples))
-    ticks = plan_ticks(queue, limits, lanes, cost, ahead, everywhere=is_small)
+    ticks = plan_ticks(queue, limits, lanes, cost, ahead, everywhere=True)
     best = _schedule(ticks, limits)
-    if not is_small or len({s.owner for s in samples}) > _FEW_JOBS:
+    if len({s.owner for s in samples}) > _FEW_JOBS:
         return best
     time = lambda s: simulate(s, cost, pipeline, num_lanes=num_lanes).makespan
     bound = lower_bound(samples, limits, pipeline, cost, num_lanes=num_lanes)
@@ -110,7 +112,7 @@ def _others(
     for ticks in special:
         if ticks is not None:
             plans.append(ticks)
-            if drains(pipeline, cost) and n <= MAX_POLISHED_LANES:
+            if polishes(lanes, cost):
                 plans.append(polished(ticks, limits, lanes, cost))
     return [
         _schedule(balanced((evened(t, limits, n, cost) for t in plan), n), limits)
