@@ -68,7 +68,8 @@ def fuse[**P, R](
         fn: A pure function of pytrees. Leaves that are neither arrays nor Python
             floats are constants; so are floats, if the function's code reads their
             values.
-        strict: Whether it is an error if nothing is fused.
+        strict: Whether it is an error if nothing is fused, or if products with the
+            shape of an adapter, `(x @ a) @ b`, are in no linear that was found.
         frozen: Positions or names of arguments whose gradients are zero, because the
             caller does not need them. By default, a gradient is computed where it is
             asked for.
@@ -88,7 +89,7 @@ def fuse[**P, R](
             `frozen`. When the function is called: `measure_seconds` is set, and there
             are several processes.
         FuseError: When the function is called: it has side effects, or `strict` is
-            set and nothing is fused.
+            set and nothing is fused or an adapter is not found.
     """
     check_implementation(implementation)
     options = FuseOptions(implementation, _stopwatch(measure_seconds))
@@ -120,9 +121,9 @@ def fuse[**P, R](
     def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         args, kwargs = _stop_gradients(args, kwargs, stopped)
         program, arrays = traced(args, kwargs)
+        if strict:
+            _check_all_found(fn, program.rewritten)
         if not program.rewritten.sites:
-            if strict:
-                raise FuseError(_nothing_found(fn, program.rewritten))
             return fn(*args, **kwargs)
         results = core.jaxpr_as_fun(program.rewritten.jaxpr)(*arrays)
         return jax.tree.unflatten(program.out_tree, results)
@@ -340,6 +341,24 @@ def _stop_gradient(leaf: Any) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
+def _check_all_found(fn: Callable[..., Any], rewritten: Rewritten) -> None:
+    """Raises FuseError if nothing is fused, or if an adapter is in no linear."""
+    if not rewritten.sites:
+        raise FuseError(_nothing_found(fn, rewritten))
+    missed = [(r.location, r.reason) for r in rewritten.refusals if r.is_adapter]
+    if missed:
+        raise FuseError(
+            f"{_name(fn)} has products with the shape of an adapter that are not "
+            "fused. Use strict=False to run them as they are. Near misses:"
+            f"{_lines(missed)}"
+        )
+
+
+def _lines(reasons: Iterable[tuple[str, str]]) -> str:
+    distinct = dict.fromkeys(reasons)
+    return "".join(f"\n  {location}: {reason}" for location, reason in distinct)
+
+
 def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
     reasons = [(r.location, r.reason) for r in rewritten.refusals]
     reasons += [
@@ -347,10 +366,8 @@ def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
         for choice in rewritten.choices
         if choice.part is None
     ]
-    distinct = dict.fromkeys(reasons)
-    lines = "".join(f"\n  {location}: {reason}" for location, reason in distinct)
     near = (
-        f"Near misses:{lines}"
+        f"Near misses:{_lines(reasons)}"
         if reasons
         else "No sum comes near x @ w + s * (x @ a) @ b; docs/fuse.md lists what is "
         "found and what is refused."

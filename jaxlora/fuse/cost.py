@@ -120,7 +120,7 @@ def decide_shape(
     """
     described = describe_device(device)
     before_1, before_2 = plain_costs(shape, described)
-    is_plain = BACKENDS[implementation].stores_masks
+    is_plain = BACKENDS[implementation].is_plain
     if is_plain:
         # The back end writes the same tensors as the function.
         after_1, after_2 = before_1, before_2

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.kernel_call import inputs_of
-from jaxlora.fuse.linears.sharing import users_of
 from jaxlora.fuse.makers import Maker, Makers
 from jaxlora.fuse.row_program import NotRowWise, RowExpression
 from jaxlora.fuse.rows import is_in_blocks
 from jaxlora.fuse.site import Site, SiteProjection
 from jaxlora.fuse.site_shape import draws_masks
-from jaxlora.fuse.trace import live_equations
 from jaxlora.pallas_kernels import (
     GivenMask,
     Projection,
@@ -127,7 +126,7 @@ def find_around(sites: Sequence[Site]) -> list[Around]:
     if not sites:
         return []
     jaxpr = sites[0].jaxpr
-    makers = Makers(jaxpr, users_of(jaxpr, live_equations(jaxpr)))
+    makers = Makers(jaxpr, Graph(jaxpr).users)
     number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
     found = [Around() for _ in sites]
     for after, site in enumerate(sites):

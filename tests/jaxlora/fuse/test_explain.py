@@ -66,6 +66,33 @@ def test_near_misses_are_listed(monkeypatch):
     assert all(refusal.reason in str(found) for refusal in found.refusals)
 
 
+def test_products_with_the_shape_of_an_adapter_are_listed():
+    """Also beside a linear that is fused, and where no sum is near one."""
+
+    def run(x, w, a, b):
+        y = x @ w + (x @ a) @ b
+        return y, jnp.sin(((y @ w.T) @ a) * 2.0), ((jnp.sin(x) @ a) * 3.0) @ b
+
+    found = explain(run, *SIZES)
+    assert found.num_fused == 1
+    (refusal,) = found.refusals
+    assert refusal.is_adapter and "not added to a frozen product" in refusal.reason
+    assert refusal.reason in " ".join(str(found).split())
+
+
+def test_products_of_a_network_are_no_adapters():
+    """Heads of attention, narrow layers and gradients of A have other shapes."""
+
+    def run(x, w, a, b):
+        q, k = ((x @ w).reshape(-1, 4, 64) for w in (w, 2 * w))
+        scores = jnp.einsum("thd,shd->hts", q, k)
+        narrow = jax.nn.relu(x @ a) @ b
+        return jnp.einsum("hts,shd->thd", scores, k), narrow, x.T @ (narrow @ b.T)
+
+    args = (shape(300, 256), shape(256, 256), shape(256, 8), shape(8, 256))
+    assert not any(refusal.is_adapter for refusal in explain(run, *args).refusals)
+
+
 def test_near_misses_of_one_reason_share_a_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
