@@ -17,7 +17,7 @@ from jaxlora.fuse.site import Index
 from jaxlora.fuse.trace import Call, Opened
 
 # Fields of a part that say where it is.
-_PLACE = ("path", "location", "jaxpr", "equations", "sizes", "products")
+_PLACE = ("path", "location", "graph", "equations", "sizes", "products")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
