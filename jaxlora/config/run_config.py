@@ -25,6 +25,7 @@ from jaxlora.config.strict import (
     OutputPath,
     PositiveFloat,
     PositiveInt,
+    Share,
     Texts,
     Tokens,
 )
@@ -61,6 +62,11 @@ class RunConfig(BaseSettings):
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
             next batch of a job starts that much later.
+        padding_share: Time of a row of padding, as a share of that of a token, by which
+            the microbatches of meshes with stages are packed. Smaller ones then begin
+            and end what runs alone, so that the pipeline fills and drains faster. With
+            1, microbatches are as few as possible. `auto` takes the share that
+            `jaxlora profile` measured, or that of the kernels.
         network_gbits: Gigabits per second, in each direction, between a host and all
             others, for `mesh: auto` on several hosts; None: by the data sheet of the
             machine that the GPU is usually sold in.
@@ -142,6 +148,7 @@ class RunConfig(BaseSettings):
         Literal["auto"] | Annotated[tuple[ReplicaConfig, ...], AtLeastOne] | None
     ) = None
     pipeline_microbatches: PositiveInt | None = None
+    padding_share: Share | Literal["auto"] = "auto"
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: Tokens | Literal["auto"] = "auto"
     microbatch_shapes: tuple[Tokens, ...] = ()

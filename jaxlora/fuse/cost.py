@@ -120,7 +120,7 @@ def decide_shape(
     """
     described = describe_device(device)
     before_1, before_2 = plain_costs(shape, described)
-    is_plain = BACKENDS[implementation].stores_masks
+    is_plain = BACKENDS[implementation].is_plain
     if is_plain:
         # The back end writes the same tensors as the function.
         after_1, after_2 = before_1, before_2
@@ -145,11 +145,8 @@ def decide_shape(
 
 def _plain_shrink(shape: SiteShape, device: KernelRates) -> Cost:
     """Cost of s as XLA compiles it, and of x with dropout for each mask."""
-    dropped = Cost(
-        num_bytes=2 * _bytes(shape, shape.in_features),
-        seconds=2 * _bytes(shape, shape.in_features) / device.memory_bytes,
-    )
-    shrink = shrink_cost(shape, shape.in_features, device, sum(shape.ranks))
+    dropped = _kernel(device, 2 * _bytes(shape, shape.in_features), overhead=0.0)
+    shrink = _shrink(shape, shape.in_features, device, sum(shape.ranks))
     return shrink + dropped * shape.masks
 
 
@@ -178,13 +175,23 @@ def format_time(seconds: float) -> str:
     return f"{micros:,.0f} us" if micros < 1e4 else f"{micros / 1e3:,.1f} ms"
 
 
-def _loop(
-    device: KernelRates, num_bytes: float, vector: float = 0.0, integer: float = 0.0
+def _kernel(
+    device: KernelRates,
+    num_bytes: float,
+    busy: float = 0.0,
+    overhead: float | None = None,
 ) -> Cost:
-    """Cost of a kernel of element-wise operations."""
-    arithmetic = vector / device.vector_operations + integer / device.integer_operations
-    seconds = max(num_bytes / device.memory_bytes, arithmetic)
-    return Cost(num_bytes=num_bytes, seconds=device.launch_seconds + seconds)
+    """Cost of a kernel that moves bytes while it computes.
+
+    Args:
+        device: The device.
+        num_bytes: Bytes that it reads and writes.
+        busy: Seconds of its arithmetic.
+        overhead: Seconds that it takes beside; None: those of a launch.
+    """
+    overhead = device.launch_seconds if overhead is None else overhead
+    seconds = max(num_bytes / device.memory_bytes, busy) + overhead
+    return Cost(num_bytes=num_bytes, seconds=seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,12 +218,13 @@ class _Plain:
         shape, elements = self.shape, self.shape.tokens * self.shape.in_features
         passes = 2 * elements * shape.itemsize
         if not shape.draws_masks:
-            each = _loop(self.device, passes + elements) * shape.masks
+            each = self._loop(passes + elements) * shape.masks
             return each, each
-        work = _DROPOUT_OPERATIONS * elements, THREEFRY_OPERATIONS * elements
-        forward = _loop(self.device, passes, *work)
+        busy = _DROPOUT_OPERATIONS * elements / self.device.vector_operations
+        busy += THREEFRY_OPERATIONS * elements / self.device.integer_operations
+        forward = _kernel(self.device, passes, busy)
         # The backward pass reads the masks, one byte per element.
-        both = _loop(self.device, passes + elements, *work)
+        both = _kernel(self.device, passes + elements, busy)
         return forward * shape.masks, both * shape.masks
 
     def linear(self, number: int) -> tuple[Cost, Cost]:
@@ -256,7 +264,7 @@ class _Plain:
         return forward, backward
 
     def _loop(self, num_bytes: float) -> Cost:
-        return _loop(self.device, num_bytes)
+        return _kernel(self.device, num_bytes)
 
 
 def plain_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
@@ -271,15 +279,14 @@ def plain_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
 
 def fused_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
     """Predicts the forward pass and both passes of a site in the fused kernels."""
-    masks = _packing(shape, device)
-    small = Cost(seconds=_small_seconds(device) / 2)
-    forward = (
-        masks + small + shrink_cost(shape, shape.in_features, device, sum(shape.ranks))
-    )
+    # Eight kernels over A, B and the routing take at least their launches.
+    small = Cost(seconds=max(_SMALL_SECONDS, 8 * device.launch_seconds) / 2)
+    forward = _packing(shape, device) + small
+    forward += _shrink(shape, shape.in_features, device, sum(shape.ranks))
     backward = small
     for n, rank in zip(shape.out_features, shape.ranks, strict=True):
         forward += _expand(shape, n, device)
-        backward += shrink_cost(shape, n, device, rank)
+        backward += _shrink(shape, n, device, rank)
     if shape.masks:
         forward += Cost(seconds=_MASK_SECONDS)
     backward += _expand_with_outers(shape, device)
@@ -298,41 +305,24 @@ def formed_costs(
     The gradient of a weight's scales needs that of the weight, which is a product as
     large as the frozen one.
     """
-    once = _loop(device, formed.num_bytes)
+    once = _kernel(device, formed.num_bytes)
     if not formed.is_trained:
         return once, once
     both = once * (1 + formed.num_factors)
     if formed.role == "w":
-        both += _weight_gradient(shape, shape.out_features[formed.linear], device)
+        n = shape.out_features[formed.linear]
+        sizes = 1, shape.in_features, n, shape.tokens
+        both += _kernel(device, _frozen_bytes(shape, n), device.matmul_seconds(sizes))
     return once, both
-
-
-def _weight_gradient(shape: SiteShape, n: int, device: KernelRates) -> Cost:
-    """Cost of dW, which reads x and dy."""
-    k = shape.in_features
-    num_bytes = _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
-    seconds = max(
-        device.matmul_seconds((1, k, n, shape.tokens)), num_bytes / device.memory_bytes
-    )
-    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
 
 
 def _scaling_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
     """Costs of the scales of sums: y is read and written, and so is dy, with y."""
-    pass_bytes = sum(_bytes(shape, n) for n in shape.out_features[: shape.scales])
-    launch = device.launch_seconds * bool(shape.scales)
-
-    def cost(passes: int, launches: int) -> Cost:
-        num_bytes = passes * pass_bytes
-        seconds = num_bytes / device.memory_bytes + launches * launch
-        return Cost(num_bytes=num_bytes, seconds=seconds)
-
-    return cost(2, 1), cost(5, 2)
-
-
-def _small_seconds(device: KernelRates) -> float:
-    """Time of eight kernels over A, B and the routing; at least their launches."""
-    return max(_SMALL_SECONDS, 8 * device.launch_seconds)
+    if not shape.scales:
+        return Cost(), Cost()
+    y = sum(_bytes(shape, n) for n in shape.out_features[: shape.scales])
+    forward = _kernel(device, 2 * y)
+    return forward, forward + _kernel(device, 3 * y)
 
 
 def _padded(rank: int) -> int:
@@ -345,40 +335,35 @@ def _bytes(shape: SiteShape, features: int) -> float:
     return float(shape.tokens * features * shape.itemsize)
 
 
+def _frozen_bytes(shape: SiteShape, n: int) -> float:
+    """Bytes of x, y and W of a linear."""
+    k = shape.in_features
+    return _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
+
+
 def _packing(shape: SiteShape, device: KernelRates) -> Cost:
     """Cost of packing the masks to one bit per element, and of drawing them."""
     if not shape.masks:
         return Cost()
     elements = shape.masks * shape.tokens * shape.in_features
-    read = 0 if shape.draws_masks else elements
-    drawn = THREEFRY_OPERATIONS * elements if shape.draws_masks else 0
-    num_bytes = read + elements / 8
-    seconds = max(num_bytes / device.memory_bytes, drawn / device.integer_operations)
-    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
+    if not shape.draws_masks:
+        return _kernel(device, elements + elements / 8)
+    drawn = THREEFRY_OPERATIONS * elements / device.integer_operations
+    return _kernel(device, elements / 8, drawn)
 
 
-def shrink_cost(
-    shape: SiteShape, features: int, device: KernelRates, rank: int
-) -> Cost:
+def _shrink(shape: SiteShape, features: int, device: KernelRates, rank: int) -> Cost:
     """Cost of s or ds, which is that of reading x or dy once if the rank is small."""
     num_bytes = _bytes(shape, features) + _bytes(shape, rank)
-    seconds = max(
-        num_bytes / device.memory_bytes,
-        device.matmul_seconds((1, shape.tokens, rank, features)),
-    )
-    return Cost(num_bytes=num_bytes, seconds=seconds + _SHRINK_SECONDS)
+    busy = device.matmul_seconds((1, shape.tokens, rank, features))
+    return _kernel(device, num_bytes, busy, _SHRINK_SECONDS)
 
 
 def _expand(shape: SiteShape, n: int, device: KernelRates) -> Cost:
     """Cost of y: the frozen product with further steps for the ranks."""
-    k = shape.in_features
-    num_bytes = _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
-    inner = k + _padded(shape.rank)
-    seconds = max(
-        device.matmul_seconds((1, shape.tokens, n, inner)),
-        num_bytes / device.memory_bytes,
-    )
-    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
+    inner = shape.in_features + _padded(shape.rank)
+    busy = device.matmul_seconds((1, shape.tokens, n, inner))
+    return _kernel(device, _frozen_bytes(shape, n), busy)
 
 
 def _expand_with_outers(shape: SiteShape, device: KernelRates) -> Cost:
@@ -399,8 +384,7 @@ def _expand_with_outers(shape: SiteShape, device: KernelRates) -> Cost:
     # The plan's unit is a step on an H200; other devices take a multiple of it.
     inner += _padded(shape.rank)
     alone = device.matmul_seconds((1, shape.tokens, k, inner))
-    seconds = max(alone * planned_us / alone_us, num_bytes / device.memory_bytes)
-    return Cost(num_bytes=num_bytes, seconds=seconds + device.launch_seconds)
+    return _kernel(device, num_bytes, alone * planned_us / alone_us)
 
 
 def _outer(

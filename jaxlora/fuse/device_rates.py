@@ -67,7 +67,8 @@ class KernelRates:
 
         Tiles are computed in rounds of one per multiprocessor. The last round takes as
         long as the others. On an H200, 8 rounds of 4,096 features take 343 us, 28
-        rounds 1,206 us, and 8 rounds of 14,336 features 1,182 us (docs/kernels.csv).
+        rounds 1,206 us, and 8 rounds of 14,336 features 1,182 us
+        (docs/measured/kernels.csv).
 
         Args:
             sizes: Batches, rows, columns, and the contracted length.
@@ -93,8 +94,8 @@ def _rates(num_sms: int, gigahertz: float) -> dict[str, Any]:
 
 
 # Shares that differ from the defaults. An H200's share for products is fitted to the
-# frozen layers in docs/kernels.csv, and its share for loops is the 4 TB/s at which they
-# run. The defaults, among them that of thin products, are estimates.
+# frozen layers in docs/measured/kernels.csv, and its share for loops is the 4 TB/s at
+# which they run. The defaults, among them that of thin products, are estimates.
 _SHARES: dict[str, dict[str, Any]] = {
     "h200": {"matmul_share": 0.835, "memory_share": 0.83},
     "h100": {"matmul_share": 0.75},

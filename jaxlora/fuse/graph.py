@@ -1,6 +1,6 @@
 """An index of a jaxpr: which equations compute, read and need each of its values."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from jax.extend import core
@@ -35,12 +35,18 @@ class Graph:
         is_made = isinstance(atom, core.Var) and atom in self.maker
         return self.jaxpr.eqns[self.maker[atom]] if is_made else None
 
-    def ancestors(self, atoms: Iterable[Any], after: int = -1) -> Iterator[Any]:
+    def ancestors(
+        self,
+        atoms: Iterable[Any],
+        after: int = -1,
+        stops: Callable[[core.Var], bool] = lambda var: False,
+    ) -> Iterator[Any]:
         """Yields variables and all from which they are computed, each once.
 
         Args:
             atoms: The variables; literals among them are passed over.
             after: What this equation and those before it compute is not looked into.
+            stops: Returns whether a variable is not looked into.
         """
         todo, seen = list(_variables(atoms)), set()
         while todo:
@@ -49,8 +55,17 @@ class Graph:
                 continue
             seen.add(var)
             yield var
-            if self.maker.get(var, -1) > after:
+            if self.maker.get(var, -1) > after and not stops(var):
                 todo += _variables(self.equation(var).invars)
+
+    def depends(self, atoms: Iterable[Any], sources: Collection[Any]) -> bool:
+        """Returns whether an atom is one of some sources or computed from one."""
+        earliest = min(self.maker.get(v, -1) for v in sources)
+        return any(v in sources for v in self.ancestors(atoms, after=earliest))
+
+    def is_used_beside(self, var: core.Var, equations: Collection[int]) -> bool:
+        """Returns whether an equation other than these, or the caller, reads it."""
+        return any(user not in equations for user in self.users.get(var, ()))
 
 
 def variables(eqn: Any) -> Iterator[core.Var]:

@@ -10,7 +10,7 @@ weight, is an argument, which XLA computes.
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxlora.fuse.graph import RESULT, Graph
 from jaxlora.fuse.row_program import (
     Builder,
     NotRowWise,
@@ -124,76 +125,42 @@ class Maker:
         ]
 
 
-class Makers:
-    """Finds the makers of the sites of one jaxpr.
+def find_maker(site: Site, roots: Collection[core.Var]) -> Maker | str | None:
+    """Returns what makes the input of a site, or why kernels cannot compute it.
 
-    Attributes:
-        number_of: The number of the equation that computes each variable.
-        users: The numbers of the equations that read each variable; -1: a result.
+    Args:
+        site: The site.
+        roots: The variables that hold the sums of all sites.
+
+    Returns:
+        None if no arithmetic makes it, but a product, a sum or an argument.
     """
+    split = rows_before_features(site)
+    if isinstance(site.x.var, core.Literal):
+        return None
+    x = _as_read(site.graph, site.x.var, site.dtype)
+    eqn = site.graph.equation(x)
+    if x in roots or eqn is None or not is_element_wise(eqn):
+        return None
+    try:
+        if split is None:
+            raise NotRowWise("the features of its input are not its last dimensions")
+        return _Walk(site, roots).back_from(x, split)
+    except NotRowWise as reason:
+        return str(reason)
 
-    def __init__(self, jaxpr: core.Jaxpr, users: Mapping[Any, Sequence[int]]) -> None:
-        self.jaxpr = jaxpr
-        self.users = users
-        self.number_of = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
 
-    def find(self, site: Site, roots: frozenset[core.Var]) -> Maker | str | None:
-        """Returns what makes the input of a site, or why kernels cannot compute it.
-
-        Args:
-            site: The site.
-            roots: The variables that hold the sums of all sites.
-
-        Returns:
-            None if no arithmetic makes it, but a product, a sum or an argument.
-        """
-        x, split = site.x.var, rows_before_features(site)
-        if isinstance(x, core.Literal):
-            return None
-        x = self._as_read(x, site.dtype)
-        if x in roots or x not in self.number_of:
-            return None
-        if not is_element_wise(self.jaxpr.eqns[self.number_of[x]]):
-            return None
-        try:
-            if split is None:
-                raise NotRowWise(
-                    "the features of its input are not its last dimensions"
-                )
-            found = _Walk(self, site, roots).back_from(x, split)
-        except NotRowWise as reason:
-            return str(reason)
-        return found
-
-    def _as_read(self, x: core.Var, dtype: np.dtype) -> core.Var:
-        """Returns the variable that holds an input as the products read it."""
-        if _aval(x).dtype == dtype:
-            return x
-        for user in self.users.get(x, ()):
-            eqn = self.jaxpr.eqns[user]
-            is_cast = user >= 0 and eqn.primitive.name == "convert_element_type"
+def _as_read(graph: Graph, x: core.Var, dtype: np.dtype) -> core.Var:
+    """Returns the variable that holds an input as the products read it."""
+    if _aval(x).dtype == dtype:
+        return x
+    for user in graph.users.get(x, ()):
+        if user != RESULT:
+            eqn = graph.jaxpr.eqns[user]
+            is_cast = eqn.primitive.name == "convert_element_type"
             if is_cast and _aval(eqn.outvars[0]).dtype == dtype:
                 return eqn.outvars[0]
-        return x
-
-    def is_used_beside(self, var: core.Var, equations: Any) -> bool:
-        """Tells whether an equation other than these reads a variable."""
-        return any(user not in equations for user in self.users.get(var, ()))
-
-    def depends(self, variables: Iterable[Any], sources: set[Any]) -> bool:
-        """Tells whether a variable is one of some sources or computed from one."""
-        earliest = min(self.number_of.get(v, -1) for v in sources)
-        todo, seen = list(variables), set()
-        while todo:
-            var = todo.pop()
-            if var in sources:
-                return True
-            number = self.number_of.get(var, -1)
-            if number > earliest and number not in seen:
-                seen.add(number)
-                inputs = self.jaxpr.eqns[number].invars
-                todo += [v for v in inputs if isinstance(v, core.Var)]
-        return False
+    return x
 
 
 def rows_before_features(site: Site) -> int | None:
@@ -208,9 +175,9 @@ def rows_before_features(site: Site) -> int | None:
 class _Walk:
     """Follows the equations that make one input."""
 
-    def __init__(self, makers: Makers, site: Site, roots: frozenset[core.Var]) -> None:
-        self.makers = makers
-        self.eqns = makers.jaxpr.eqns
+    def __init__(self, site: Site, roots: Collection[core.Var]) -> None:
+        self.graph = site.graph
+        self.eqns = site.jaxpr.eqns
         self.site = site
         self.dtype = site.dtype
         self.roots = roots
@@ -236,15 +203,15 @@ class _Walk:
                 f"its input is {aval.dtype.name}, and its products round it"
             )
         self.splits[x] = split
-        number_of = self.makers.number_of
-        self.todo = [-number_of[x]]
+        maker_of = self.graph.maker
+        self.todo = [-maker_of[x]]
         while self.todo:
             number = -heapq.heappop(self.todo)
             (*outs,) = self.eqns[number].outvars
             if len(outs) == 1:
                 self._visit(outs[0], number, is_x=outs[0] is x)
         for var in self.splits:
-            if var not in number_of:
+            if var not in maker_of:
                 self._leave(var)
         if all(is_layout(self.eqns[number]) for number in self.inside):
             return None
@@ -261,23 +228,23 @@ class _Walk:
             return
         self.inside.add(number)
         for atom, split in self._inputs(self.eqns[number], self.splits[var]):
-            if atom not in self.splits and atom in self.makers.number_of:
-                heapq.heappush(self.todo, -self.makers.number_of[atom])
+            if atom not in self.splits and atom in self.graph.maker:
+                heapq.heappush(self.todo, -self.graph.maker[atom])
             if self.splits.setdefault(atom, split) != split:
                 raise NotRowWise("it reads an array in two ways")
 
     def _is_constant(self, eqn: Any) -> bool:
-        """Tells whether an equation computes the same number in each call."""
+        """Returns whether an equation computes the same number in each call."""
         return is_element_wise(eqn) and not any(
             isinstance(atom, core.Var) for atom in eqn.invars
         )
 
     def _ends(self, var: core.Var, number: int, is_x: bool) -> bool:
-        """Tells whether the function reads a variable instead of computing it."""
+        """Returns whether the function reads a variable instead of computing it."""
         if var in self.roots:
             return True
         aval: Any = var.aval
-        is_kept = self.makers.is_used_beside(var, self.inside)
+        is_kept = self.graph.is_used_beside(var, self.inside)
         is_kept = is_kept and aval.dtype == self.dtype and not is_x
         if is_element_wise(self.eqns[number]):
             return is_kept
@@ -308,7 +275,7 @@ class _Walk:
             self.leaves[kind].append(var)
 
     def _name_of(self, var: core.Var) -> str:
-        number = self.makers.number_of.get(var)
+        number = self.graph.maker.get(var)
         return "an argument" if number is None else self.eqns[number].primitive.name
 
     def _extent(self, var: core.Var) -> Extent:
@@ -374,7 +341,7 @@ class _Walk:
         for number in sorted(self.inside):
             builder.add(self.eqns[number])
         numbers = len(tiles), len(rows), len(features)
-        beside, within = self.makers.is_used_beside, self.inside | self.site.equations
+        beside, within = self.graph.is_used_beside, self.inside | self.site.equations
         return Maker(
             x=x,
             read=self.site.x.var,
@@ -385,14 +352,14 @@ class _Walk:
             equations=frozenset(self.inside),
             is_closed=not any(
                 beside(self.eqns[n].outvars[0], within)
-                for n in self.inside - {self.makers.number_of[x]}
+                for n in self.inside - {self.graph.maker[x]}
             ),
         )
 
     def _order(self, var: core.Var) -> tuple[int, int]:
         """Orders the arguments as the program does, whatever the variables' names."""
-        number = self.makers.number_of.get(var, -1)
-        inputs: Any = (*self.makers.jaxpr.constvars, *self.makers.jaxpr.invars)
+        number = self.graph.maker.get(var, -1)
+        inputs: Any = (*self.graph.jaxpr.constvars, *self.graph.jaxpr.invars)
         return number, -1 if number >= 0 else inputs.index(var)
 
 

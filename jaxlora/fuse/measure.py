@@ -124,7 +124,7 @@ class Stopwatch:
                 if jaxpr is not None
             }
             lowered = list(map(_lowered, programs.values()))
-        with ThreadPoolExecutor(len(lowered), "measure-compile") as pool:
+        with ThreadPoolExecutor(len(lowered) or 1, "measure-compile") as pool:
             compiled = list(pool.map(_compile, lowered))
         seconds = {}
         for (name, both), call in zip(programs.items(), compiled, strict=True):

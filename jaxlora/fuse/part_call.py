@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend import core
 
-from jaxlora.fuse.kernel_call import SiteCall, linear_outputs
+from jaxlora.fuse.kernel_call import SiteCall, linear_outputs, with_frozen_gradients
 from jaxlora.fuse.makers import Maker
-from jaxlora.fuse.producers import Gate, Part, in_order
+from jaxlora.fuse.producers import Gate, Part
 from jaxlora.fuse.row_program import RowExpression
 from jaxlora.fuse.site import Site
 from jaxlora.pallas_kernels import Gate as KernelGate
@@ -96,7 +95,7 @@ def _gated(
     s: list[jax.Array] | None,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns the input of the following site, and s of its linears."""
-    function = in_order(gate.maker, [p.root for p in site.site.projections])
+    function = gate.maker.expression
     h, following_s = multi_lora_gate(
         x,
         site.projections,
@@ -107,9 +106,13 @@ def _gated(
         implementation=site.site.implementation,
     )
     plain = functools.partial(_plain_gate, site.site, function)
-    attach = _with_frozen_gradients(plain)
+
+    def pull(frozen, rest, dh):  # the linears and the gate are computed again
+        return jax.vjp(lambda frozen: plain(frozen, rest), frozen)[1](dh)[0]
+
     frozen = [(p.w, p.bias) for p in site.projections]
     rest = x, site.projections, site.rows.block_adapter
+    attach = with_frozen_gradients(pull)
     return attach(h, frozen, jax.lax.stop_gradient(rest)), following_s
 
 
@@ -122,35 +125,3 @@ def _plain_gate(site: Site, function: RowExpression, frozen, rest) -> jax.Array:
     ]
     outputs = linear_outputs(site, x, given, block_adapter, w_transposed=False)
     return function(*outputs)[0]
-
-
-def _with_frozen_gradients(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns a function that gives a gate's result the gradients of frozen arrays.
-
-    They are computed only where they are asked for, and then the linears and the gate
-    are computed again.
-
-    Args:
-        plain: Computes the result from the frozen arrays and the others.
-    """
-
-    @jax.custom_vjp
-    def attach(h, frozen, rest):
-        return h
-
-    def forward(h, frozen, rest):
-        is_trained = any(leaf.perturbed for leaf in jax.tree.leaves(frozen))
-        values = custom_vjp_primal_tree_values((frozen, rest))
-        return h.value, values if is_trained else None
-
-    def backward(residuals, dh):
-        if isinstance(dh, jax.custom_derivatives.SymbolicZero):
-            return None, None, None
-        if residuals is None:
-            return dh, None, None
-        frozen, rest = residuals
-        _, pull = jax.vjp(lambda frozen: plain(frozen, rest), frozen)
-        return dh, *pull(dh), None
-
-    attach.defvjp(forward, backward, symbolic_zeros=True)
-    return attach

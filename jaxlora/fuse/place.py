@@ -17,7 +17,7 @@ from jaxlora.fuse.site import Index
 from jaxlora.fuse.trace import Call, Opened
 
 # Fields of a part that say where it is.
-_PLACE = ("path", "location", "jaxpr", "equations", "sizes", "products")
+_PLACE = ("path", "location", "graph", "equations", "sizes", "products")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,7 +130,7 @@ class Placed:
         return call.start <= self.number_of[atom] < call.stop
 
     def is_in_body(self, variables: Sequence[Any]) -> bool:
-        """Whether all of some variables are computed again in bodies of kept calls."""
+        """Returns whether bodies of kept calls compute all of some variables again."""
 
         def is_within(var: Any) -> bool:
             number = self.number_of.get(var, -1)

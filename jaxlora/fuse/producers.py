@@ -7,7 +7,7 @@ named takes all that it can compute. The times behind the rule are in docs/fuse.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend import core
 
 from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.kernel_call import inputs_of
-from jaxlora.fuse.makers import Maker, Makers
+from jaxlora.fuse.makers import Maker, find_maker
 from jaxlora.fuse.row_program import NotRowWise, RowExpression
 from jaxlora.fuse.rows import is_in_blocks
 from jaxlora.fuse.site import Site, SiteProjection
@@ -123,22 +123,18 @@ class Around:
 
 def find_around(sites: Sequence[Site]) -> list[Around]:
     """Returns what is around each of the sites of one jaxpr."""
-    if not sites:
-        return []
-    jaxpr = sites[0].jaxpr
-    makers = Makers(jaxpr, Graph(jaxpr).users)
     number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
     found = [Around() for _ in sites]
     for after, site in enumerate(sites):
-        maker = makers.find(site, frozenset(number_of))
+        maker = find_maker(site, number_of.keys())
         reason = maker if isinstance(maker, str) else None
         if isinstance(maker, Maker):
-            reason = _no_producer(makers, maker, site)
+            reason = _no_producer(maker, site)
         if reason is not None or not isinstance(maker, Maker):
             found[after] = dataclasses.replace(found[after], refusal=reason)
             continue
         for before in sorted({number_of[v] for v in maker.tiles if v in number_of}):
-            gate = _gate(makers, sites[before], maker, site)
+            gate = _gate(sites[before], maker, site)
             if isinstance(gate, Gate):
                 found[before] = dataclasses.replace(found[before], gate=gate)
             else:
@@ -165,7 +161,7 @@ def parts_of(sites: Sequence[Site], around: Sequence[Around]) -> list[Part]:
 
 
 def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
-    """Whether `auto` has kernels compute norms and gates with some linears."""
+    """Returns whether `auto` has kernels compute norms and gates with some linears."""
     return all(map(draws_masks, sites))
 
 
@@ -175,28 +171,26 @@ def part_program(part: Part) -> core.Jaxpr:
     Dropout masks are drawn in it, and what row-wise functions read of rows is computed
     in it, if that takes no product.
     """
-    jaxpr, makers = part.site.jaxpr, part.makers
+    graph, makers = part.site.graph, part.makers
+    jaxpr = graph.jaxpr
     roots = {p.root for site in part.sites for p in site.projections}
     inputs: set[Any] = {v for site in part.sites for v in inputs_of(site)}
     inputs -= {maker.read for maker in makers} | roots
     inputs |= {v for maker in makers for v in maker.inputs} - roots
-    number_of = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     inner = frozenset().union(*(each.equations for each in (*makers, *part.sites)))
     masks = (p.mask for site in part.sites for p in site.projections)
     small = {m.operand.var for m in masks if m is not None}
     for var in (small | {v for maker in makers for v in maker.rows}) & inputs:
-        needed, leaves = _behind(jaxpr, number_of, [var], inputs - {var})
+        needed, leaves = _behind(graph, [var], inputs - {var})
         names = {jaxpr.eqns[n].primitive.name for n in needed - inner}
         is_light = not names & _HEAVY and not any(_is_large(v, inputs) for v in leaves)
         if needed and is_light:
             inputs.remove(var)
-    outside = [eqn for n, eqn in enumerate(jaxpr.eqns) if n not in inner]
-    read = {v for eqn in outside for v in eqn.invars if isinstance(v, core.Var)}
-    read |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-    outputs = [v for v in (*roots, *(maker.x for maker in makers)) if v in read]
-    needed, leaves = _behind(jaxpr, number_of, outputs, inputs)
+    results = [*roots, *(maker.x for maker in makers)]
+    outputs = [v for v in results if graph.is_used_beside(v, inner)]
+    needed, leaves = _behind(graph, outputs, inputs)
     order = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    place = lambda v: (number_of.get(v, -1), order.get(v, len(order)))
+    place = lambda v: (graph.maker.get(v, -1), order.get(v, len(order)))
     return jaxpr.replace(
         constvars=[],
         invars=sorted(leaves, key=place),
@@ -207,35 +201,26 @@ def part_program(part: Part) -> core.Jaxpr:
 
 
 def _is_large(var: core.Var, inputs: set[Any]) -> bool:
-    """Whether a variable is an array of floats that the part does not read."""
+    """Returns whether a variable is an array of floats that the part does not read."""
     aval: Any = var.aval
     is_float = jnp.issubdtype(aval.dtype, jnp.floating)
     return var not in inputs and is_float and aval.size > 1
 
 
 def _behind(
-    jaxpr: core.Jaxpr,
-    number_of: Mapping[Any, int],
-    outputs: Iterable[Any],
-    inputs: set[Any],
-) -> tuple[set[int], list[Any]]:
+    graph: Graph, outputs: Iterable[Any], inputs: set[Any]
+) -> tuple[set[int], list[core.Var]]:
     """Returns the equations from inputs to outputs, and what they read."""
-    todo, needed, leaves = list(outputs), set(), {}
-    while todo:
-        var = todo.pop()
-        number = number_of.get(var)
-        if var in inputs or number is None:
-            leaves[var] = None
-        elif number not in needed:
-            needed.add(number)
-            todo += [v for v in jaxpr.eqns[number].invars if isinstance(v, core.Var)]
-    return needed, list(leaves)
+    is_read = lambda var: var in inputs or var not in graph.maker
+    found = list(graph.ancestors(outputs, stops=is_read))
+    needed = {graph.maker[var] for var in found if not is_read(var)}
+    return needed, list(filter(is_read, found))
 
 
-def _no_producer(makers: Makers, maker: Maker, site: Site) -> str | None:
+def _no_producer(maker: Maker, site: Site) -> str | None:
     """Returns why kernels cannot compute s beside the input of a site, or None."""
     others = [v for v in inputs_of(site) if v is not maker.read]
-    if makers.depends(others, {maker.x, maker.read}):
+    if site.graph.depends(others, {maker.x, maker.read}):
         return "other arrays of its linears are computed from its input"
     if site.keeps_s:
         return "the function already is a gradient, which reads s too"
@@ -244,14 +229,13 @@ def _no_producer(makers: Makers, maker: Maker, site: Site) -> str | None:
     return _unsupported(maker.expression, maker, site, [site], is_gradient=False)
 
 
-def _gate(makers: Makers, site: Site, maker: Maker, following: Site) -> Gate | str:
+def _gate(site: Site, maker: Maker, following: Site) -> Gate | str:
     """Returns the gate that reads an output of a site, or why it is none."""
-    roots = [p.root for p in site.projections]
-    reason = _no_gate(makers, site, maker, following)
+    reason = _no_gate(site, maker, following)
     if reason is not None:
         return reason
     try:
-        gradient = in_order(maker, roots).gradient(site.dtype)
+        gradient = maker.expression.gradient(site.dtype)
     except NotRowWise as found:
         return f"the gradient of its gate: {found}"
     reason = _unsupported(gradient, maker, following, [site], is_gradient=True)
@@ -260,17 +244,18 @@ def _gate(makers: Makers, site: Site, maker: Maker, following: Site) -> Gate | s
     return Gate(maker=maker, gradient=gradient, following=following)
 
 
-def _no_gate(makers: Makers, site: Site, maker: Maker, following: Site) -> str | None:
+def _no_gate(site: Site, maker: Maker, following: Site) -> str | None:
     """Returns why the outputs of a site cannot stay within a call, or None."""
-    roots = [p.root for p in site.projections]
-    if set(maker.tiles) != set(roots) or maker.rows or maker.features:
+    roots = tuple(p.root for p in site.projections)
+    # Both are in the order of the program.
+    if maker.tiles != roots or maker.rows or maker.features:
         return "its gate reads more than the outputs of linears that share their input"
-    if any(makers.is_used_beside(root, maker.equations) for root in roots):
+    if any(site.graph.is_used_beside(root, maker.equations) for root in roots):
         return "the inputs of its gate are also used elsewhere"
     if not maker.is_closed:
         return "a value inside of its gate is also used elsewhere"
     others = [v for v in inputs_of(following) if v is not maker.read]
-    if makers.depends(others, {*roots, site.x.var, maker.x, maker.read}):
+    if site.graph.depends(others, {*roots, site.x.var, maker.x, maker.read}):
         return "other arrays of the linears behind its gate are computed in the region"
     if site.names.of_s or site.names.of_y:
         return "the inputs of its gate have names for policies of jax.checkpoint"
@@ -286,7 +271,7 @@ def _no_gate(makers: Makers, site: Site, maker: Maker, following: Site) -> str |
 
 
 def _is_plain(p: SiteProjection, site: Site) -> bool:
-    """Tells whether the kernels' own result is the output."""
+    """Returns whether the kernels' own result is the output."""
     aval: Any = p.root.aval
     order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
     held = tuple(i for dim in p.root_dims for i in dim)
@@ -302,11 +287,6 @@ def _routing(site: Site) -> tuple:
     slots = [site.sizes[i] for i in site.adapter_indices]
     backend = site.implementation, site.precision
     return chosen, slots, rows, site.num_adapters, site.block_tokens, backend
-
-
-def in_order(maker: Maker, roots: Sequence[core.Var]) -> RowExpression:
-    """Returns a gate's function of the outputs of a site in the site's order."""
-    return maker.expression.permuted([maker.tiles.index(root) for root in roots])
 
 
 def _unsupported(

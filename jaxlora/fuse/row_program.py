@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jaxlora.fuse.trace import open_calls
+
 # Operations that Mosaic compiles for tiles, for values of rows and for those of
 # features. Others, such as erf, pow and log1p, end a function.
 _PRIMITIVES: dict[str, Any] = {
@@ -58,7 +60,6 @@ _PRIMITIVES: dict[str, Any] = {
 }
 _SAME = {"add_any": "add"}  # operations with another name
 _LAYOUTS = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze"}
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,21 +127,6 @@ class RowExpression:
         shape = arguments[0].shape
         return tuple(jnp.broadcast_to(read(place), shape) for place in self.results)
 
-    def permuted(self, order: Sequence[int]) -> "RowExpression":
-        """Returns the function with its tiles in another order.
-
-        Args:
-            order: For each tile of the new function, its number among the present ones.
-        """
-        new: dict[Place, Place] = {old: i for i, old in enumerate(order)}
-        moved = lambda places: tuple(new.get(place, place) for place in places)
-        steps = (
-            dataclasses.replace(step, inputs=moved(step.inputs)) for step in self.steps
-        )
-        return dataclasses.replace(
-            self, steps=tuple(steps), results=moved(self.results)
-        )
-
     @functools.lru_cache(maxsize=256)  # noqa: B019  one for all layers
     def gradient(self, dtype: np.dtype) -> "RowExpression":
         """Returns the function from the tiles, and the result's gradient, to theirs.
@@ -160,11 +146,15 @@ class RowExpression:
             return jax.vjp(lambda *t: self(*t)[0], *tiles)[1](dy)
 
         tile = jax.ShapeDtypeStruct((2, 2), dtype)
-        closed = jax.make_jaxpr(pull)(*[tile] * (self.num_tiles + 1))
-        builder = Builder(closed.jaxpr.invars)
-        for equation in _expanded(closed.jaxpr, closed.consts, builder):
+        traced = jax.make_jaxpr(pull)(*[tile] * (self.num_tiles + 1))
+        opened = open_calls(traced).jaxpr
+        builder = Builder(opened.invars)
+        for var, value in zip(opened.constvars, traced.consts, strict=True):
+            aval: Any = var.aval
+            builder.set(var, _constant(value, aval.dtype))
+        for equation in opened.eqns:
             builder.add(equation)
-        return builder.expression(self.num_tiles + 1, 0, 0, closed.jaxpr.outvars)
+        return builder.expression(self.num_tiles + 1, 0, 0, opened.outvars)
 
 
 def _full(constant: Constant) -> jax.Array:
@@ -176,12 +166,12 @@ class NotRowWise(Exception):
 
 
 def is_layout(equation: Any) -> bool:
-    """Tells whether an equation only changes the shape of an array."""
+    """Returns whether an equation only changes the shape of an array."""
     return equation.primitive.name in _LAYOUTS
 
 
 def is_element_wise(equation: Any) -> bool:
-    """Tells whether kernels can compute an equation on tiles."""
+    """Returns whether kernels can compute an equation on tiles."""
     name = equation.primitive.name
     return is_layout(equation) or _SAME.get(name, name) in _PRIMITIVES
 
@@ -290,22 +280,3 @@ def _constant(value: Any, dtype: Any) -> Constant:
     if number.ndim or not (number.dtype.kind in "biuf" or dtype == jnp.bfloat16):
         raise NotRowWise(f"it reads a constant of {number.dtype}{list(number.shape)}")
     return Constant(number.item(), jnp.dtype(dtype).name)
-
-
-def _expanded(jaxpr: core.Jaxpr, consts: Sequence[Any], builder: Builder):
-    """Yields the equations of a jaxpr, with those of its calls in their places."""
-    for var, value in zip(jaxpr.constvars, consts, strict=True):
-        aval: Any = var.aval
-        builder.set(var, _constant(value, aval.dtype))
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name not in _CALLS:
-            yield equation
-            continue
-        body = equation.params[_CALLS[name]]
-        body = getattr(body, "jaxpr", body)
-        for inner, outer in zip(body.invars, equation.invars, strict=True):
-            builder.set(inner, builder.place(outer))
-        yield from _expanded(body, (), builder)
-        for inner, outer in zip(body.outvars, equation.outvars, strict=True):
-            builder.set(outer, builder.place(inner))

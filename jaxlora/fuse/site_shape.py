@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -105,40 +103,12 @@ class SiteShape:
 def draws_masks(site: Site) -> bool:
     """Returns whether the function draws the random bits of a site's masks itself."""
     masks = {p.mask.operand.var for p in site.projections if p.mask is not None}
-    is_random = lambda eqn: eqn.primitive.name in _RANDOM
-    found = (eqn for _, eqn in _behind(site.jaxpr, masks, is_random))
-    return any(eqn is not None and is_random(eqn) for eqn in found)
 
+    def is_random(var: core.Var) -> bool:
+        eqn = site.graph.equation(var)
+        return eqn is not None and eqn.primitive.name in _RANDOM
 
-# The equation that computes each variable, for jaxprs with thousands of equations.
-_MAKERS: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, core.JaxprEqn]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _behind(
-    jaxpr: core.Jaxpr, atoms: Iterable[Any], ends: Callable[[Any], bool]
-) -> Iterator[tuple[core.Var, Any]]:
-    """Yields each variable on which atoms depend, and its equation or None.
-
-    Args:
-        jaxpr: The jaxpr.
-        atoms: Variables or literals.
-        ends: Whether to stop at an equation.
-    """
-    if jaxpr not in _MAKERS:
-        _MAKERS[jaxpr] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    makers = _MAKERS[jaxpr]
-    todo, seen = list(atoms), set()
-    while todo:
-        var = todo.pop()
-        if isinstance(var, core.Literal) or var in seen:
-            continue
-        seen.add(var)
-        eqn = makers.get(var)
-        yield var, eqn
-        if eqn is not None and not ends(eqn):
-            todo += eqn.invars
+    return any(map(is_random, site.graph.ancestors(masks, stops=is_random)))
 
 
 def _formed(site: Site, p: SiteProjection, number: int) -> Iterator[Formed]:
@@ -195,11 +165,11 @@ def _may_be_trained(site: Site, w: Operand, scale: Operand) -> bool:
 
     The scales of codes are not trained, nor are constants and stopped gradients.
     """
-    has_several_inputs = lambda eqn: len(eqn.invars) != 1
-    for var, _ in _behind(site.jaxpr, [w.var], has_several_inputs):
-        aval: Any = var.aval
-        if aval.dtype.itemsize <= _QUANTIZED_BYTES:
+    graph = site.graph
+    has_several_inputs = lambda var: len(graph.equation(var).invars) != 1
+    for var in graph.ancestors([w.var], stops=has_several_inputs):
+        if var.aval.dtype.itemsize <= _QUANTIZED_BYTES:
             return False
-    is_stopped = lambda eqn: eqn.primitive.name == "stop_gradient"
+    is_stopped = lambda var: graph.equation(var).primitive.name == "stop_gradient"
     inputs = set(site.jaxpr.invars)
-    return any(var in inputs for var, _ in _behind(site.jaxpr, [scale.var], is_stopped))
+    return any(v in inputs for v in graph.ancestors([scale.var], stops=is_stopped))

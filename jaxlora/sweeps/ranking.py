@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import math
-import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,26 +13,20 @@ from jaxlora.config import LoraJob
 from jaxlora.config.configuration_names import value_text
 from jaxlora.config.sweep_config import Metric, Sweep
 from jaxlora.printable import one_line
-from jaxlora.run.job_progress import JobProgress
+from jaxlora.train.report.summary import JobResult
 
 Points = tuple[tuple[int, float], ...]  # (steps done, value of the metric)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """A configuration and what became of it.
+class Trial(JobResult):
+    """A configuration and what became of it."""
 
-    Attributes:
-        settings: Its settings.
-        num_steps: Its optimizer steps in all.
-        progress: Its steps, losses and status.
-        folder: Its PEFT folder; None if there is none.
-    """
-
-    settings: LoraJob
-    num_steps: int
-    progress: JobProgress
-    folder: pathlib.Path | None
+    @staticmethod
+    def of(job: JobResult) -> "Trial":
+        """Returns the configuration that a job has trained."""
+        values = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
+        return Trial(**values)
 
     @property
     def loss(self) -> float:

@@ -344,7 +344,7 @@ class _Finder:
         return Site(
             path=self.path,
             location=source_of(self.jaxpr.eqns[candidate.number]),
-            jaxpr=self.jaxpr,
+            graph=self.graph,
             equations=candidate.equations,
             x=linear.x.operand,
             projections=(projection,),

@@ -23,8 +23,8 @@ from jaxlora.plan.mesh.predict import window_seconds
 from jaxlora.plan.run_plan import RunPlan, laid_out
 from jaxlora.plan.stages import MeshFootprint
 from jaxlora.scheduler import Schedule
-from jaxlora.scheduler.streams.state import Position, Rules
-from jaxlora.scheduler.streams.stream import StreamState, next_stretch
+from jaxlora.scheduler.stream.state import Position, Rules
+from jaxlora.scheduler.stream.stream import StreamState, next_stretch
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
 _TICKS = 48  # that are packed for each candidate, at least

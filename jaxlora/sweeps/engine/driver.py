@@ -164,11 +164,9 @@ class Driver:
                 if was_away:
                     group.beat = max(group.beat, now)
                 self._kill_if_silent(number, group, now)
-            elif (
-                not group.is_given_up
-                and now >= group.next_start
-                and self._needs(number)
-            ):
+            elif group.is_given_up or now < group.next_start:
+                continue
+            elif self.state.queue() or not self.state.starts.get(number):
                 self._start(number, group)
         if all(group.is_given_up for group in self.groups):
             raise ProcessError(
@@ -190,10 +188,6 @@ class Driver:
                 group.heard = group.beat = now
                 self._workers.kill(number)
                 return
-
-    def _needs(self, number: int) -> bool:
-        """Whether there is work for another group."""
-        return bool(self.state.queue()) or not self.state.starts.get(number)
 
     def _start(self, number: int, group: Group) -> None:
         name = self.state.next_folder(number)

@@ -193,7 +193,7 @@ class GroupControl(Control[SweepReport], Callback):
         config: RunConfig,
     ) -> RunResult[SweepReport]:
         """Ranks the configurations that the group has trained; see `report_sweep`."""
-        return report_sweep(result, jobs, config)
+        return report_sweep(result, config)
 
     # ---- jobs come and go ----------------------------------------------------------
 

@@ -15,7 +15,7 @@ from jaxlora.run.log import DROPPED_FILE, METRICS_FILE, read_events
 from jaxlora.sweeps import files
 from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
 from jaxlora.sweeps.ranking import SweepReport, Trial, is_number
-from jaxlora.train.report.summary import Comparison, JobResult, RunResult
+from jaxlora.train.report.summary import Comparison, RunResult
 
 _Event = dict[str, Any]
 
@@ -50,9 +50,8 @@ def write_result(
     report = SweepReport.of(
         config.sweep, trials, [*_work(logs.values()), *_evaluations(state)]
     )
-    jobs = tuple(map(_result, found, trials))
     result = RunResult(
-        jobs=jobs,
+        jobs=tuple(trials),
         output_dir=folder,
         interrupted=interrupted,
         num_compilations=0,
@@ -100,26 +99,17 @@ def _write_events(
 
 
 def _trial(folder: pathlib.Path, found: Configuration) -> Trial:
+    settings, facts = LoraJob.model_validate(found.settings), found.facts
     adapter = None if found.folder is None else folder / found.folder
     return Trial(
-        settings=LoraJob.model_validate(found.settings),
-        num_steps=0 if found.facts is None else found.facts.num_steps,
+        name=found.name,
+        settings=settings,
+        batch_tokens=1.0 if facts is None else facts.batch_tokens,
+        rank=settings.rank if facts is None else facts.trained_rank,
+        num_modules=0 if facts is None else facts.num_modules,
+        num_steps=0 if facts is None else facts.num_steps,
         progress=found.progress,
         folder=adapter if adapter is not None and adapter.is_dir() else None,
-    )
-
-
-def _result(found: Configuration, trial: Trial) -> JobResult:
-    facts = found.facts
-    return JobResult(
-        name=found.name,
-        settings=trial.settings,
-        batch_tokens=1.0 if facts is None else facts.batch_tokens,
-        rank=trial.settings.rank if facts is None else facts.trained_rank,
-        num_modules=0 if facts is None else facts.num_modules,
-        num_steps=trial.num_steps,
-        progress=found.progress,
-        folder=trial.folder,
     )
 
 

@@ -84,7 +84,10 @@ def run_groups(
         check_same_sweep(state, ledger)
         if config.sweep.groups == "auto":
             plans = _kept(plans, config, ledger)
-        groups = _groups(config) if plans is None else _planned_groups(config, plans)
+        if plans is None:
+            groups = _groups(config)
+        else:
+            groups = [_planned_group(config, plans, one) for one in plans.groups]
         on_start(folder)
         meshes = [MeshSizes.parse(group.run["mesh"]) for group in groups]
         with _open_workers(config, meshes) as workers:
@@ -245,10 +248,6 @@ def _kept(plans: GroupPlans | None, config: RunConfig, ledger: Ledger) -> GroupP
         plans.seconds,
     )
     return plans
-
-
-def _planned_groups(config: RunConfig, plans: GroupPlans) -> list[Group]:
-    return [_planned_group(config, plans, one) for one in plans.groups]
 
 
 def _planned_group(config: RunConfig, plans: GroupPlans, one: GroupPlan) -> Group:

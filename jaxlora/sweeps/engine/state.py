@@ -15,10 +15,10 @@ from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_fields import STRICT, Count, JobName
-from jaxlora.sweeps.decisions import Decisions, Standing
+from jaxlora.sweeps.decisions import Decisions
 from jaxlora.sweeps.engine.group_plan import GroupPlan
 from jaxlora.sweeps.engine.messages import JobFacts, Point, Verdict
-from jaxlora.sweeps.rules import Decided, Stop
+from jaxlora.sweeps.rules import Curve, Decided, Stop
 
 GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
@@ -103,7 +103,7 @@ class Configuration:
         return self.origin is not None and not self.is_saved and not self.is_closed
 
 
-class SweepState(Mapping[str, Standing]):
+class SweepState(Mapping[str, Curve]):
     """The configurations of a sweep, where each is, and what was decided.
 
     As a mapping, it has what the rules of early exit need to know of each.
@@ -320,10 +320,10 @@ class SweepState(Mapping[str, Standing]):
 
     # ---- what the rules see --------------------------------------------------------
 
-    def __getitem__(self, name: str) -> Standing:
+    def __getitem__(self, name: str) -> Curve:
         found = self.configurations[name]
         points = self.decisions.points.get(name)
-        return Standing(
+        return Curve(
             num_steps=1 if found.facts is None else found.facts.num_steps,
             # Not `progress.step`, which may come before the evaluation at that step.
             step=points[-1][0] if points else self._first_step(found),

@@ -76,7 +76,12 @@ class Workers:
     def _accept(self) -> None:
         """Accepts connections, each of which gets a thread that may wait for it."""
         while True:
-            connection = self._listener.accept()
+            try:
+                connection = self._listener.accept()
+            except OSError as error:  # such as too many open files
+                logger.warning("no worker can connect: %s", error)
+                time.sleep(1.0)
+                continue
             if self._is_closed:
                 connection.close()
                 self._listener.close()

@@ -24,7 +24,7 @@ from jaxlora.run.events import (
 )
 from jaxlora.run.saved_run import SavedStream
 from jaxlora.scheduler.admission import Candidate
-from jaxlora.scheduler.streams.state import Position
+from jaxlora.scheduler.stream.state import Position
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run

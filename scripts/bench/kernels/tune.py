@@ -28,11 +28,11 @@ import jax.numpy as jnp
 
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import MaskWords, dropout_keys, mask_words
-from jaxlora.pallas_kernels.mosaic.products import Term, expand, outer
-from jaxlora.pallas_kernels.routing import Blocks, make_blocks
-from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.mosaic.products import expand_work, outer, run_expand
+from jaxlora.pallas_kernels.operands import Blocks, Term, make_blocks
+from jaxlora.pallas_kernels.projection import KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.triton.launch import measured_device, to_tile
 from jaxlora.pallas_kernels.triton.target import Target, present_target
-from jaxlora.pallas_kernels.triton.tiles import measured_device, to_tile
 from scripts.bench.kernel_times import device_times
 from scripts.bench.report import require_gpu
 from scripts.bench.shapes import LARGE, products
@@ -89,7 +89,8 @@ def mosaic_problems(tokens: Sequence[int], kernels: Sequence[str]) -> Iterator[P
 
         def product(band, x, w, s, b, blocks=blocks, settings=settings, layer=layer):
             term = Term(x, w, s, b, settings[0])
-            return expand([term], layer, blocks, transposed=False, band=band)
+            options = {"transposed": False, "band": band}
+            return run_expand(expand_work([term], layer, blocks, **options))
 
         arrays = random((t, k), (1, k, n), (t, RANK), (SLOTS, RANK, n))
         calls = lambda band, f=product: [functools.partial(f, band)]
@@ -199,7 +200,7 @@ def _calls(kernel: str, tile: Any, target: Target) -> list[Callable[[Inputs], An
     """Returns functions that call a kernel in each of its roles in a training step."""
     # Triton is optional, and the other back ends are tuned without it.
     from jaxlora.pallas_kernels.triton.dual import dual
-    from jaxlora.pallas_kernels.triton.expand import Term, expand
+    from jaxlora.pallas_kernels.triton.expand import expand
     from jaxlora.pallas_kernels.triton.outer import outer
     from jaxlora.pallas_kernels.triton.shrink import shrink
 

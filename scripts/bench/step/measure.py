@@ -130,7 +130,7 @@ def measure(
     }
     if case.profile:
         text = programs["step"].as_text() if "step" in programs else None
-        optimizer = text.split(maxsplit=2)[1].rstrip(",") if text else ""
+        optimizer = text.split(maxsplit=2)[1].rstrip(",") if text else None
         step = lambda: trained.start(batches)()
         found["parts"] = parts(step, optimizer, found["step_ms"])
     return found
@@ -140,13 +140,14 @@ _PROFILED, _SHOWN = 3, 25  # steps of a profile, and kernels that are printed
 
 
 def parts(
-    run: Callable[[], object], optimizer: str, step_ms: float
+    run: Callable[[], object], optimizer: str | None, step_ms: float
 ) -> dict[str, float]:
     """Returns the milliseconds of each kind of kernels, and of gaps between them.
 
     Args:
         run: Runs one step and waits for its end.
-        optimizer: Name of the optimizer's program, whose kernels are a kind.
+        optimizer: Name of the optimizer's program, whose kernels are a kind of their
+            own; None: there is no optimizer.
         step_ms: Time of a step without the profiler, which slows the host down.
     """
     run()

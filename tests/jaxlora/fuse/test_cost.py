@@ -62,7 +62,7 @@ def test_times_and_decisions_are_those_of_the_data_flow(tokens):
             assert found.fused == (fused < plain)
 
 
-# Medians of docs/kernels.csv: `jaxlora mosaic`, forward and both, commit cd711e5.
+# Medians of docs/measured/kernels.csv: `jaxlora mosaic`, forward and both, at cd711e5.
 @pytest.mark.parametrize(
     "shape, forward_us, both_us",
     [

@@ -28,13 +28,10 @@ def seconds_to_rewrite(function, num_layers):
 @pytest.mark.grid
 @pytest.mark.parametrize(
     ("function", "num_layers", "seconds"),
-    [(decoder.scanned, 80, 2), (decoder.unrolled, 8, 5)],
+    [(decoder.scanned, 80, 2), (decoder.unrolled, 80, 10)],
 )
 def test_time_of_a_decoder(function, num_layers, seconds):
-    """An unrolled decoder of 80 layers may take 20 s.
-
-    One of 8 takes as long to trace the kernels, which are traced once.
-    """
+    """The pass takes 4 s for an unrolled decoder, in proportion to its layers."""
     assert seconds_to_rewrite(function, num_layers) <= seconds
 
 

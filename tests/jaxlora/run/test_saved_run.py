@@ -212,6 +212,17 @@ def test_made_up_metadata(run, change, message):
     is_refused(run, f"(?s){run / 'checkpoints' / '6'}.*{message}.*go on from check")
 
 
+def test_hints_of_older_versions_are_ignored(run):
+    path = run / "checkpoints" / "6" / "run" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["checksum"]
+    hint = {"target": 3, "num_fixed": 0, "num_jobs": 2}
+    meta["stream"]["hint"] = meta["stream"]["state"]["hint"] = hint
+    path.write_text(json.dumps(sealed(meta)))
+    found = read_newest(run / "checkpoints").run
+    assert found.stream == made_run.saved_run().stream
+
+
 def test_the_tensors_of_another_checkpoint(run):
     folder = run / "checkpoints"
     name = "run/tensors.safetensors"

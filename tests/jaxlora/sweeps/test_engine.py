@@ -546,6 +546,16 @@ def test_a_worker_that_does_not_connect_or_sends_something_else_is_lost(start):
     assert "signal 9" in lost.reason
 
 
+def test_a_worker_that_stops_amid_a_message_does_not_block_its_driver(start):
+    code = f"{DOOR}import os; os.write(link.fileno(), bytes([0, 0, 0, 99, 1]))\n"
+    workers = start(code + "link.recv_bytes()")
+    while not workers._workers[0].is_connected:
+        assert workers.receive(0.1) == []
+    assert workers.receive(0.1) == []
+    workers.kill(0)
+    assert "signal 9" in all_of(workers)[0].reason
+
+
 def test_nobody_connects_without_the_key(start):
     """Nor does somebody who says nothing keep the worker out."""
     workers = start(f"{DOOR}link.send_bytes(b'Alive {{}}')")

@@ -33,7 +33,16 @@ def trial(name: str, loss: float | None, folder=None, **settings) -> Trial:
         best_eval=loss,
         best_step=4 if loss else None,
     )
-    return Trial(settings=job, num_steps=NUM_STEPS, progress=progress, folder=folder)
+    return Trial(
+        name=name,
+        settings=job,
+        rank=job.rank,
+        num_modules=1,
+        num_steps=NUM_STEPS,
+        batch_tokens=1.0,
+        progress=progress,
+        folder=folder,
+    )
 
 
 def events(*names: str) -> list[dict]:

@@ -27,7 +27,7 @@ IMPORTED_BY = {
     "networkx": ("jaxlora.fuse.place",),
     "orbax": ("jaxlora.train.saved.checkpoint",),
     "pulp": (
-        "jaxlora.scheduler.algorithms.lorafusion",
+        "jaxlora.scheduler.papers",
         "jaxlora.scheduler.solver",
         "jaxlora.scheduler.sweep.plora",
         "jaxlora.scheduler.replicas.deploy",

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.mosaic import tuning
 from jaxlora.pallas_kernels.mosaic.hopper import interpreted
-from jaxlora.pallas_kernels.triton import tiles
+from jaxlora.pallas_kernels.triton import launch as tiles
 from jaxlora.pallas_kernels.triton.target import interpreted as interpreted_triton
 from jaxlora.pallas_kernels.triton.target import present_target
 from scripts.bench.kernels import tune
