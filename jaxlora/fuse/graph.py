@@ -68,6 +68,11 @@ class Graph:
         return any(user not in equations for user in self.users.get(var, ()))
 
 
+def variables(eqn: Any) -> Iterator[core.Var]:
+    """Returns the variables that an equation reads."""
+    return _variables(eqn.invars)
+
+
 def _variables(atoms: Iterable[Any]) -> Iterator[core.Var]:
     return (atom for atom in atoms if isinstance(atom, core.Var))
 

@@ -162,7 +162,8 @@ def place_parts(
         for v in node.inputs
         if v in maker
     )
-    wanted = {maker[v] for v in placed.results if v in maker}
+    results = (v for v in placed.results if isinstance(v, core.Var))
+    wanted = {maker[v] for v in results if v in maker}
     layers = nx.bfs_layers(graph.reverse(copy=False), wanted) if wanted else []
     needed = graph.subgraph(i for layer in layers for i in layer).copy()
     if not nx.is_directed_acyclic_graph(needed):

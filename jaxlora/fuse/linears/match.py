@@ -10,13 +10,13 @@ from jax import lax
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
-from jaxlora.fuse.graph import Graph
+from jaxlora.fuse.graph import Graph, variables
 from jaxlora.fuse.linears.adapter_shapes import adapter_products, sums_of
 from jaxlora.fuse.linears.bases import repeated
 from jaxlora.fuse.linears.branches import find_linear, is_vector
 from jaxlora.fuse.linears.linear import Linear, rank_of
 from jaxlora.fuse.linears.near_misses import LenientNormalizer, obstacle_of
-from jaxlora.fuse.linears.open_sums import OpenSums
+from jaxlora.fuse.linears.open_sums import ADDS, OpenSums
 from jaxlora.fuse.linears.refusals import (
     is_restored,
     precision_of,
@@ -25,7 +25,7 @@ from jaxlora.fuse.linears.refusals import (
     weight_reason,
 )
 from jaxlora.fuse.linears.sharing import USED, Candidate, Readers
-from jaxlora.fuse.normal_forms.forms import Dims, Form, Indices, Term
+from jaxlora.fuse.normal_forms.forms import Dims, Form, Indices, Term, holds
 from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.normal_forms.rules import RULES
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
@@ -154,15 +154,14 @@ class _Finder:
     def _list_unfused(self, sites: Sequence[Candidate]) -> None:
         """Adds a near miss for each product with an adapter's shape in no site."""
         inside = frozenset().union(*(c.equations for c in sites))
-        rest = {t: c for c in sites for t in c.linear.rest}
-        behind = {number: c for t, c in rest.items() for number in t.equations}
+        scaled = {c.root for c in sites if c.linear.scales or c.linear.coefficient != 1}
         for number, is_single in adapter_products(self.graph):
             if number in inside:
                 continue
-            if number in behind:
-                self._refuse(number, behind[number].rest_reason or _BEHIND)
-                continue
             sums = [number, *sums_of(self.graph, number)]
+            if any(v in scaled for n in sums for v in variables(self.jaxpr.eqns[n])):
+                self._refuse(number, _BEHIND)
+                continue
             refused = next((n for n in sums if n in self.refused_by), None)
             refused = None if refused is None else self.refused_by[refused]
             if refused is None and is_single:
@@ -235,13 +234,19 @@ class _Finder:
         return frozenset(v for eqn in cuts for v in eqn.outvars)
 
     def _grow(self, number: int, eqn: Any) -> bool:
-        """Adds a bias, a branch or a cast to the candidate that an equation reads."""
-        if eqn.primitive.name not in ("add", "add_any", "sub", "convert_element_type"):
+        """Adds a bias, a branch or a cast to the candidate that an equation reads.
+
+        A scale is added where the kernels would round the sum before it is scaled.
+        """
+        name = eqn.primitive.name
+        if name not in (*ADDS, "convert_element_type", "mul", "div"):
             return False
         for root in eqn.invars:
             if isinstance(root, core.Literal) or root not in self.candidates:
                 continue
-            old = self.candidates[root]
+            old, aval = self.candidates[root], root.aval
+            if name in ("mul", "div") and holds(old.linear.x.dtype, aval.dtype):
+                continue
             if self.readers.users[root] != [number]:
                 continue
             opaque = self.normalizer.forms[root]

@@ -109,7 +109,12 @@ class OpenSums:
         if any(r > MAX_RANK or (r * RANK_FRACTION) ** 2 > size for r in ranks):
             return False
         weight, factors = (
-            {f.var for t in terms for f in t.factors if len(f.indices) > 1}
+            {
+                f.var
+                for t in terms
+                for f in t.factors
+                if isinstance(f.var, core.Var) and len(f.indices) > 1
+            }
             for terms in (plain, products)
         )
         for var in self.graph.ancestors(factors):

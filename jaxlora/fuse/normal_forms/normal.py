@@ -80,7 +80,7 @@ class Normalizer:
         self.number = -1
         self.added: list[Any] = []
         self.joiner = Joiner(self.indices, self.made_by, self.numbers, self.add)
-        self._reciprocals: dict[Atom, core.Var] = {}
+        self._reciprocals: dict[Any, core.Var] = {}
 
     def leaf(self, atom: Atom) -> Form:
         """Returns the form of an array of which nothing is known."""
@@ -139,6 +139,8 @@ class Normalizer:
         with eqn.ctx.manager:
             made = jax.make_jaxpr(function)(*(atom.aval for atom in atoms))
         env: dict[Any, Any] = dict(zip(made.invars, atoms, strict=True))
+        for var, value in zip(made.constvars, made.consts, strict=True):
+            env[var] = core.Literal(value, var.aval)
         for inner in made.eqns:
             for out in inner.outvars:
                 env[out] = core.Var(out.aval)
@@ -161,7 +163,8 @@ class Normalizer:
         for factor in term.factors:
             aval: Any = factor.var.aval
             is_float = jnp.issubdtype(factor.dtype, jnp.floating)
-            if not factor.is_number or not is_float or aval.dtype != factor.dtype:
+            is_number = factor.is_number and isinstance(factor.var, core.Var)
+            if not is_number or not is_float or aval.dtype != factor.dtype:
                 raise Opaque
             if factor.var not in self._reciprocals:
                 self._reciprocals[factor.var] = self.add(eqn, _inverted, [factor.var])

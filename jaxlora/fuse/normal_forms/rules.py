@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -299,15 +300,22 @@ def _unify_axes(
 
 def _gather(n: Normalizer, eqn) -> Form:
     table = eqn.invars[0]
-    if not is_float(table.aval):
+    if not is_arithmetic(table.aval):
         raise Opaque
     rows = entries_of(n.made_by, eqn)
-    key = value_key(n.made_by, rows)
-    return gather_form(fresh(n.indices, n.form(table)), n.form(rows), key, eqn)
+    key, form = value_key(n.made_by, rows), fresh(n.indices, n.form(table))
+    return gather_form(form, _entries(n, rows), key, eqn)
+
+
+def _entries(n: Normalizer, atom: Any) -> Form:
+    """Returns the form of numbers of entries; those that are chosen are an array."""
+    form = n.form(atom)
+    is_chosen = any(f.choice for t in form.terms for f in t.factors)
+    return n.leaf(atom) if is_chosen else form
 
 
 def _eq(n: Normalizer, eqn) -> Form:
-    first, second = (n.form(v) for v in eqn.invars)
+    first, second = (_entries(n, v) for v in eqn.invars)
     if len(first.dims) != len(second.dims):
         raise Opaque
     return one_hot_form(first, second, n.made_by)
@@ -346,13 +354,14 @@ def _chosen(n: Normalizer, eqn) -> Form:
         raise Opaque
     tables, form = chosen_form(n.indices, [n.form(v) for v in eqn.invars])
     arrays = [table for _, table in tables if table is not None]
+    size = n.indices.size_of(arrays[0].indices)
 
     def function(*values: Any) -> Any:
         rest, operands = iter(values), []
         for (number, table), v in zip(tables, eqn.invars, strict=True):
-            value = np.ones(n.indices.size_of(arrays[0].indices))
-            value = value if table is None else next(rest)
-            operands.append(value.reshape(-1).astype(v.aval.dtype) * number)
+            value = jnp.ones(size) if table is None else next(rest)
+            value = value.reshape(-1).astype(v.aval.dtype)
+            operands.append(value if number == 1 else value * number)
         return eqn.primitive.bind(*operands, **eqn.params)
 
     var = n.add(eqn, function, [table.var for table in arrays])
@@ -396,7 +405,7 @@ RULES: dict[str, Rule] = {
     "ceil": _rule(whole_form),
     "broadcast_in_dim": _rule(_expand_dims, "shape", "broadcast_dimensions"),
     "concatenate": _rule(_concatenate, "dimension"),
-    "convert_element_type": _rule(convert_form, *_CAST),
+    "convert_element_type": _rule(functools.partial(_or_chosen, convert_form), *_CAST),
     "copy": _rule(_identity),
     "copy_p": _rule(_identity),
     "div": _rule(functools.partial(_or_chosen, _div)),

@@ -166,3 +166,8 @@ def test_a_function_that_is_a_gradient_has_both_passes_rewritten():
     gradient = jax.grad(lambda *args: (linear(*args) ** 2).sum())
     assert primitives(fuse(gradient), *args).count("name=call") == 2
     assert relative_error(fuse(gradient)(*args), gradient(*args)) < 1e-6
+
+
+def test_a_result_may_be_a_constant():
+    fused = fuse(lambda *args: (1.5, linear(*args)), strict=True)
+    assert float(jax.jit(fused)(*arguments())[0]) == 1.5

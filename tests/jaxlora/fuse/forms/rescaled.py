@@ -132,6 +132,12 @@ def chosen_alpha_over_chosen_rank(x, w, a, b, ids, scale, rank):
     return x @ w + ratio[:, None] * chosen(x, a[ids], b[ids])
 
 
+@form(**CHOSEN, alpha=jnp.array([8, 16, 32]))
+def chosen_alpha_in_integers(x, w, a, b, ids, scale, alpha):
+    ratio = alpha[ids] / scale[ids]
+    return x @ w + ratio[:, None] * chosen(x, a[ids], b[ids])
+
+
 @form(**CHOSEN)
 def vmap_over_rows(x, w, a, b, ids, scale):
     def linear(x, i):
@@ -181,6 +187,18 @@ def sums_in_float32_and_s_in_bfloat16(x, w, a, b):
     dot = lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32)
     s = dot(x, a.astype(HALF)).astype(HALF)
     return (dot(x, w) + SCALE * dot(s, b.astype(HALF))).astype(HALF)
+
+
+def exact_magnitude(x, w, a, b, m):
+    return m * (x @ w + SCALE * (x @ a) @ b)
+
+
+@form(dtype=HALF, trained="x a b m", m=(N,), exact=exact_magnitude)
+def sum_scaled_in_float32_and_rounded(x, w, a, b, m):
+    dot = lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32)
+    s = dot(x, a.astype(HALF)).astype(HALF)
+    y = dot(x, w) + SCALE * dot(s, b.astype(HALF))
+    return (m.astype(jnp.float32) * y).astype(HALF)
 
 
 # DoRA with the norm of the merged weight.
