@@ -236,7 +236,11 @@ class SiteCall:
         order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
         y = y.reshape(self._shape(order))
         wanted = [i for dim in p.root_dims for i in dim]
-        y = y.transpose([order.index(i) for i in wanted])
+        held = [i for i in wanted if i in order]
+        y = y.transpose([order.index(i) for i in held])
+        if len(held) < len(wanted):
+            y = y.reshape([site.sizes[i] if i in held else 1 for i in wanted])
+            y = jnp.broadcast_to(y, self._shape(wanted))
         if p.scales or p.rest:
             y = y.astype(jnp.float32)
         for scale in p.scales:

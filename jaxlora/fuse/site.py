@@ -208,12 +208,16 @@ class Site:
 class Refusal:
     """A sum that is almost a linear with an adapter, and why it is left as it is.
 
+    It also is a product with the shape of an adapter that is in no such sum.
+
     Attributes:
         path: Names of the primitives around it, outermost first.
         location: File, line and function of the code that made it.
         reason: Why it is not fused, as a clause without a full stop.
+        is_adapter: Whether it has products with the shape of an adapter's.
     """
 
     path: tuple[str, ...]
     location: str
     reason: str
+    is_adapter: bool = False

@@ -163,17 +163,16 @@ class SweepControl(Control[SweepReport]):
         """Ranks the configurations, if there is a sweep; see `report_sweep`."""
         if config.sweep is None:
             return super().report(result, jobs, config)
-        return report_sweep(result, jobs, config)
+        return report_sweep(result, config)
 
 
 def report_sweep(
-    result: RunResult[SweepReport], jobs: Sequence[JobState], config: RunConfig
+    result: RunResult[SweepReport], config: RunConfig
 ) -> RunResult[SweepReport]:
     """Ranks configurations; writes the report, and merges the best if asked to.
 
     Args:
         result: The result of the run, without the report of its sweep.
-        jobs: The jobs of the run.
         config: The run; none of its settings is `auto`.
 
     Raises:
@@ -181,15 +180,7 @@ def report_sweep(
             best configuration cannot be merged.
     """
     assert config.sweep is not None
-    trials = [
-        Trial(
-            settings=job.settings,
-            num_steps=job.num_steps,
-            progress=job.progress,
-            folder=found.folder,
-        )
-        for job, found in zip(jobs, result.jobs, strict=True)
-    ]
+    trials = list(map(Trial.of, result.jobs))
     events = read_events(result.output_dir / METRICS_FILE)
     report = SweepReport.of(config.sweep, trials, events, config.num_devices)
     result = dataclasses.replace(result, sweep=report)

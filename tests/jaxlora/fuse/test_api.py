@@ -99,6 +99,16 @@ def test_strict_says_why_nothing_was_found():
         fuse(linear, strict=True)(x, w, *wide)
 
 
+def test_strict_complains_of_an_adapter_that_is_not_fused():
+    def two(x, w, a, b):
+        return linear(x, w, a, b), (jnp.sin(x) @ a) @ b + x @ w
+
+    x, w, a, b = arguments()
+    assert fuse(two)(x, w, a, b)[0].shape == (T, N)
+    with pytest.raises(FuseError, match="have different x"):
+        fuse(two, strict=True)(x, w, a, b)
+
+
 def test_side_effects_are_named():
     def printing(x, w, a, b):
         jax.debug.print("{}", x.sum())

@@ -8,7 +8,6 @@ from jaxlora import LoraJob
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.plan.memory import device_memory
 from jaxlora.plan.memory.device_memory import DeviceMemory
-from jaxlora.sweeps import files
 from jaxlora.train.report import summary
 from jaxlora.train.report.plot import plot_losses
 from tests import tiny
@@ -76,7 +75,6 @@ def _without_pictures():
     """A picture takes longer than the training of a tiny model; see `pictures`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summary, "plot_losses", lambda *_: None)
-        patch.setattr(files, "draw_sweep", lambda *_: None)
         yield
 
 

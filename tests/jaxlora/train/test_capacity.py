@@ -260,6 +260,20 @@ def test_a_run_that_is_resumed_keeps_its_remat(config):
         as_begun(first)
 
 
+def test_a_run_that_is_resumed_keeps_its_share_of_padding(config):
+    first = config(microbatch_tokens=64, mesh="stage=2")
+    folder = pathlib.Path(first.output_dir)
+    for recorded, share in (({"padding_share": 0.24}, 0.24), ({}, 1.0)):
+        record = made_run.record({}, mesh="stage=2", **recorded)
+        write_run_record(folder, record)
+        assert as_begun(first).config == first.replace(padding_share=share)
+    given = first.replace(padding_share=0.5)
+    assert as_begun(given).config == given
+    # With one stage, there was nothing to choose.
+    write_run_record(folder, made_run.record({}, mesh="fsdp=2", padding_share=1.0))
+    assert as_begun(first).config == first
+
+
 def test_an_automatic_remat_becomes_stronger_if_the_step_needs_more(
     config, model, have, monkeypatch
 ):

@@ -15,7 +15,7 @@ from jaxlora.models.forward import SlotKeys
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.modules.variants.lora import LORA_B
 from jaxlora.modules.variants.vera import VERA_B
-from jaxlora.scheduler.algorithms import greedy
+from jaxlora.scheduler.papers import greedy
 from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.layout import Layout
 from tests import tiny

@@ -60,6 +60,11 @@ def weights(config: RunConfig) -> dict[str, bytes]:
     return adapter_bytes(config.output_dir)
 
 
+def steps_of(config: RunConfig) -> list[str]:
+    """Returns the job of each optimizer step."""
+    return [event["job"] for event in events_of(config.output_dir, "step")]
+
+
 def at_round(number, call):
     """Returns a callback that calls a function with the trainer after a round."""
 
@@ -103,6 +108,20 @@ def test_it_waits_without_preemption_or_a_higher_priority(
     add = at_round(2, lambda trainer: trainer.add_job(other))
     Trainer(waits, model).train(callbacks=[add])
     assert changes(waits) == [("job_end", "low", 8), ("job_end", "high", 3)]
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_higher_priority_on_resume_comes_first(config, model, low, priority):
+    """Two jobs that both have slots, and whose batches fill a microbatch each."""
+    second = low.replace(name="second")
+    two = {"max_concurrent_jobs": 2, "microbatch_tokens": 128}
+    run = config(jobs=(low, second), **two)
+    Trainer(run, model).train(callbacks=[InterruptAt(2)])
+    done = len(steps_of(run))
+    second = second.replace(priority=priority)
+    Trainer(config(jobs=(low, second), **two), model).train(resume=True)
+    after = steps_of(run)[done:]
+    assert (after[:4] == ["second"] * 4) == bool(priority)
 
 
 def killed_at(number: int, monkeypatch) -> None:

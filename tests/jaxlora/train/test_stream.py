@@ -1,13 +1,11 @@
 """Jobs that leave a stream in the middle, plans made ahead, and who runs."""
 
-import dataclasses
 import threading
 
 import pytest
 
-from jaxlora.scheduler.streams.plan_ahead import PlanAhead
-from jaxlora.scheduler.windows import planner
-from jaxlora.scheduler.windows.planner import DEFAULT_EFFORT
+from jaxlora.scheduler.stream import stream
+from jaxlora.scheduler.stream.plan_ahead import PlanAhead
 from jaxlora.train.execute.executor import Executor
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -132,9 +130,7 @@ def plan_never_ahead(monkeypatch):
 def test_when_plans_are_made_changes_nothing(train, busy, monkeypatch):
     settings = {"max_concurrent_jobs": 2, "window_steps": 1}
     # So short stretches that there are several between two jobs that come or go.
-    effort = dataclasses.replace(DEFAULT_EFFORT, committed=1)
-    monkeypatch.setattr(planner, "DEFAULT_EFFORT", effort)
-    monkeypatch.setattr(planner.Planner.__init__, "__defaults__", (effort,))
+    monkeypatch.setattr(stream, "_FULL_TICKS", 1)
     usual = train(busy, **settings)
     ahead = [e["planned_ahead"] for e in usual.of("window")]
     assert not ahead[0]  # nothing was known before
