@@ -12,6 +12,7 @@ from jaxlora.scheduler.simulate import Simulation, simulate
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
+    Pace,
     Pipeline,
     Sample,
     Schedule,
@@ -26,6 +27,7 @@ __all__ = [
     "Lanes",
     "Limits",
     "Microbatch",
+    "Pace",
     "PackerName",
     "Pipeline",
     "Plan",

@@ -31,7 +31,7 @@ from jaxlora.config.strict import (
 )
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import Source, problems_of, settings_error
-from jaxlora.scheduler import Limits, PackerName
+from jaxlora.scheduler import Limits, Pace, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
 
@@ -105,6 +105,11 @@ class RunConfig(BaseSettings):
         preempt: Whether a waiting job takes the slot of a running job of strictly lower
             priority, after that job's current global batch. The paused job keeps its
             whole state and continues when a slot is free, so no work is lost.
+        pace: How running jobs of the same priority share microbatches: `together` lets
+            them end at the same time, `equal` gives the same number of tokens to each.
+            `auto` is `equal`, but `together` for a sweep, whose configurations wait for
+            each other, and where one job alone would leave devices idle: with pipeline
+            stages or `replicas`.
         packer: Packing algorithm: `joint` packs all jobs in one stream, without a
             break; `greedy` packs one step of every job at a time; `lorafusion` is
             LoRAFusion's algorithm.
@@ -156,6 +161,7 @@ class RunConfig(BaseSettings):
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
     window_steps: PositiveInt = 4
     preempt: Bool = True
+    pace: Literal["auto"] | Pace = "auto"
     packer: PackerName = "joint"
     checkpoint_every: PositiveInt | None = 50
     keep_checkpoints: PositiveInt = 2
@@ -233,6 +239,15 @@ class RunConfig(BaseSettings):
         """Number of devices that the run uses; `mesh` must not be `auto`."""
         each = [one.tensor for one in self.replica_shapes]
         return sum(each) or self.mesh_sizes.num_devices
+
+    @property
+    def settled_pace(self) -> Pace:
+        """The pace of running jobs; `mesh` must not be `auto`."""
+        if self.pace != "auto":
+            return self.pace
+        is_pipeline = self.mesh_sizes.stage > 1 or self.replicas is not None
+        needs_company = is_pipeline or self.packer != "joint"
+        return "together" if needs_company or self.sweep is not None else "equal"
 
     @property
     def may_gather(self) -> bool:

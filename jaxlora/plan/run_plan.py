@@ -141,6 +141,7 @@ class RunPlan:
             shapes_from=self.shapes.from_tick,
             packer=config.packer,
             num_batches=config.window_steps,
+            pace=config.settled_pace,
         )
 
     @property

@@ -113,7 +113,7 @@ class StreamPlan:
         if position.batch < position.num_batches:
             state = self._replan()
             ready = dataclasses.replace(position, ready=state.tick)
-            self._now = self._after = state.with_job(ready)
+            self._now = self._after = state.with_job(ready, self._rules.pace)
 
     def is_done(self, slot: int) -> bool:
         """Whether the job in a slot has done all batches of its position."""
@@ -314,7 +314,7 @@ class StreamPlan:
     def _described(self, jobs: str) -> str:
         rules = self._rules
         shapes = f"{rules.limits} {rules.cost.buckets} {rules.lanes}"
-        return f"{shapes} {rules.packer} {rules.num_batches} {jobs}"
+        return f"{shapes} {rules.packer} {rules.num_batches} {rules.pace} {jobs}"
 
     def _check_shape(self, tick: Tick, rows: int) -> None:
         limits = self._rules.limits

@@ -27,7 +27,7 @@ from jaxlora.run.saved_fields import (
 from jaxlora.scheduler.lanes import Tick
 from jaxlora.scheduler.stream.state import StreamState
 
-FORMAT = 10  # of run.json and of a checkpoint's metadata
+FORMAT = 11  # of run.json and of a checkpoint's metadata
 
 
 # Requests of the user that are in force: the jobs to stop, and those to keep out of the

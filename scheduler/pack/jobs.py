@@ -51,10 +51,11 @@ class JobBatches:
         is_started: Whether some samples of the first batch are in earlier ticks, so
             that `batches` has the rest of it.
         ready: First tick in which the first batch may run.
-        total_batches: Number of batches by which the job's progress counts. Jobs then
-            advance in proportion; None: the one that needs the most ticks comes first.
-        is_critical: Whether the job comes before all that are not, as it alone needs
-            about as many ticks as all jobs together.
+        urgency_per_batch: How much each batch that is left adds to the job's urgency:
+            the most urgent job comes first. None: the ticks that a batch takes, so that
+            the job that needs the most ticks comes first.
+        first_urgency: The part of its urgency that it has in any case.
+        priority: Jobs of higher priority come first, however urgent others are.
     """
 
     batches: Iterable[Sequence[Sample]]
@@ -62,8 +63,9 @@ class JobBatches:
     batch_tokens: float
     is_started: bool = False
     ready: int = 0
-    total_batches: float | None = None
-    is_critical: bool = False
+    urgency_per_batch: float | None = None
+    first_urgency: float = 0.0
+    priority: int = 0
 
 
 def job_batches(samples: Iterable[Sample]) -> list[JobBatches]:
@@ -150,6 +152,7 @@ class BatchCursor:
             of work.
         is_started: Whether some items of the current batch are planned.
         ready: First tick in which the current batch may run.
+        priority: Jobs of higher priority come first, however urgent others are.
     """
 
     source: BatchSource
@@ -160,6 +163,7 @@ class BatchCursor:
     number: int = 0
     is_started: bool = False
     ready: int = 0
+    priority: int = 0
 
     @property
     def urgency(self) -> float:
@@ -190,9 +194,9 @@ class BatchCursor:
         return dataclasses.replace(self, items=items, is_started=True)
 
 
-# Jobs are in descending order of urgency, and those that are equally urgent in the
-# order in which they were added.
-_Key = tuple[float, int]
+# Jobs are in descending order of priority; those in the middle of a batch come first,
+# then the most urgent ones, and equal ones in the order in which they were added.
+_Key = tuple[int, bool, float, int]
 
 
 class JobQueue:
@@ -205,7 +209,6 @@ class JobQueue:
     def __init__(self):
         """Starts without jobs."""
         self._jobs: list[BatchCursor] = []
-        self._started: list[_Key] = []
         self._ready: list[_Key] = []
         self._waiting: list[tuple[int, _Key]] = []  # a heap, by the first tick
 
@@ -226,27 +229,27 @@ class JobQueue:
         for job in jobs:
             source = BatchSource(job.batches, work, limits)
             each = ticks_per_batch(job.batch_tokens, tokens, distance)
-            share = job.total_batches
             queue.add(
                 BatchCursor(
                     source=source,
                     num_batches=job.num_batches,
-                    urgency_per_batch=each if share is None else 1 / share,
-                    first_urgency=2.0 if job.is_critical else 0.0,
+                    urgency_per_batch=job.urgency_per_batch or each,
+                    first_urgency=job.first_urgency,
                     items=source.batch(0),
                     is_started=job.is_started,
                     ready=job.ready,
+                    priority=job.priority,
                 )
             )
         return queue
 
     def __bool__(self) -> bool:
         """Whether a job has items to run, now or in a later tick."""
-        return bool(self._started or self._ready or self._waiting)
+        return bool(self._ready or self._waiting)
 
     def __len__(self) -> int:
         """Number of jobs that have items to run."""
-        return len(self._started) + len(self._ready) + len(self._waiting)
+        return len(self._ready) + len(self._waiting)
 
     def __getitem__(self, index: int) -> BatchCursor:
         return self._jobs[index]
@@ -255,7 +258,6 @@ class JobQueue:
         """Returns a copy that advances independently."""
         new = JobQueue()
         new._jobs = self._jobs.copy()
-        new._started = self._started.copy()
         new._ready = self._ready.copy()
         new._waiting = self._waiting.copy()
         return new
@@ -266,32 +268,26 @@ class JobQueue:
         self._insert(len(self._jobs) - 1)
 
     def first(self, tick: int, num: int) -> list[int]:
-        """Returns the indices of the first `num` jobs that may run in a tick.
-
-        Jobs in the middle of a batch come first, then the most urgent ones.
-        """
+        """Returns the indices of the first `num` jobs that may run in a tick."""
         while self._waiting and self._waiting[0][0] <= tick:
             bisect.insort(self._ready, heapq.heappop(self._waiting)[1])
-        keys = self._started[:num]
-        keys += self._ready[: num - len(keys)]
-        return [index for _, index in keys]
+        return [key[-1] for key in self._ready[:num]]
 
     @property
     def alone(self) -> int | None:
         """Index of the job that has the pipeline for a whole batch, if there is one."""
-        if len(self) != 1 or self._started:
+        if len(self) != 1:
             return None
-        ((_, index),) = self._ready or [key for _, key in self._waiting]
-        return index
+        (key,) = self._ready or [key for _, key in self._waiting]
+        return None if self._jobs[key[-1]].is_started else key[-1]
 
     def take(self, index: int, chosen: Sequence[int], tick: int, distance: int) -> None:
         """Plans items of a job for a tick."""
         old = self._jobs[index]
-        key = -old.urgency, index
-        keys = self._started if old.is_started else self._ready
-        place = bisect.bisect_left(keys, key)
-        if place < len(keys) and keys[place] == key:
-            del keys[place]
+        key = _key(index, old)
+        place = bisect.bisect_left(self._ready, key)
+        if place < len(self._ready) and self._ready[place] == key:
+            del self._ready[place]
         else:
             self._waiting.remove((old.ready, key))
             heapq.heapify(self._waiting)
@@ -306,11 +302,15 @@ class JobQueue:
         job = self._jobs[index]
         if not job.items:
             return
-        key = -job.urgency, index
+        key = _key(index, job)
         if job.is_started:
-            bisect.insort(self._started, key)
+            bisect.insort(self._ready, key)
         else:
             heapq.heappush(self._waiting, (job.ready, key))
+
+
+def _key(index: int, job: BatchCursor) -> _Key:
+    return -job.priority, not job.is_started, -job.urgency, index
 
 
 def ticks_per_batch(batch_tokens: float, tick_tokens: float, distance: int) -> float:

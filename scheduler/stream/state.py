@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick
 from jaxlora.scheduler.packers import PackerName
-from jaxlora.scheduler.types import Limits, Microbatch, Sample, padded_tokens
+from jaxlora.scheduler.types import Limits, Microbatch, Pace, Sample, padded_tokens
 
 # Given the number of a job and of a global batch, returns the tokens of each sample.
 Lengths = Callable[[int, int], Sequence[int]]
@@ -25,8 +25,11 @@ class Position:
         left: Indices of the samples of the current batch that are not in a tick yet, in
             ascending order; None: the batch has not begun.
         ready: First tick in which the current batch may run.
-        total_batches: Number of batches by which the job's progress counts, so that
-            jobs advance in proportion: `StreamState.with_job` sets it. None: no share.
+        priority: Jobs of higher priority come before the others.
+        share_per_batch: How much of its share of the run each batch that is left is:
+            the job of which the most is left comes first. `StreamState.with_job` sets
+            it. None: no share.
+        first_share: The share that is left after the last batch.
     """
 
     job: int
@@ -36,12 +39,19 @@ class Position:
     batch_tokens: float
     left: tuple[int, ...] | None = None
     ready: int = 0
-    total_batches: float | None = None
+    priority: int = 0
+    share_per_batch: float | None = None
+    first_share: float = 0.0
 
     @property
     def num_left(self) -> int:
         """Number of batches that are not done, the current one included."""
         return self.num_batches - self.batch
+
+    @property
+    def share(self) -> float:
+        """What is left of its share of the run."""
+        return self.first_share + self.num_left * (self.share_per_batch or 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,22 +69,32 @@ class StreamState:
     positions: tuple[Position, ...] = ()
     before: tuple[Tick, ...] = ()
 
-    def with_job(self, position: Position) -> "StreamState":
+    def with_job(self, position: Position, pace: Pace = "together") -> "StreamState":
         """Returns the state with one more job.
 
-        The job advances in proportion with the others from here on: in the time in
-        which they do half of what is left of them, it does half of its batches.
+        With the pace `together`, the job advances in proportion with the others from
+        here on: in the time in which they do half of what is left of them, it does half
+        of its batches. With `equal`, it gets as many tokens as each of them from here
+        on, by start-time fair queueing.
+
+        Args:
+            position: The job's.
+            pace: How it shares microbatches with the others.
 
         Raises:
             ValueError: Its slot is taken.
         """
         if any(p.owner == position.owner for p in self.positions):
             raise ValueError(f"slot {position.owner} has a job already.")
-        shares = (
-            p.num_left / p.total_batches for p in self.positions if p.total_batches
+        shares = (p.share for p in self.positions if p.share_per_batch)
+        most = max(shares, default=1.0)
+        each, first = 1 / (position.num_left / most), 0.0
+        if pace == "equal":
+            each = position.batch_tokens
+            first = most - position.num_left * each
+        position = dataclasses.replace(
+            position, share_per_batch=each, first_share=first
         )
-        total = position.num_left / max(shares, default=1.0)
-        position = dataclasses.replace(position, total_batches=total)
         positions = sorted((*self.positions, position), key=lambda p: p.owner)
         return dataclasses.replace(self, positions=tuple(positions))
 
@@ -98,6 +118,7 @@ class Rules:
         packer: Name of the packer. `joint` fills one microbatch after the other with
             whatever is left. The others take whole batches.
         num_batches: Number of batches of each job that the other packers take at once.
+        pace: How running jobs of the same priority share microbatches.
     """
 
     limits: Limits
@@ -106,6 +127,7 @@ class Rules:
     shapes_from: int = 0
     packer: PackerName = "joint"
     num_batches: int = 1
+    pace: Pace = "together"
 
     def at(self, tick: int) -> "Rules":
         """Returns the rules for a stretch that begins with a tick."""

@@ -132,10 +132,11 @@ def _plan_batches(
 def _jobs(
     positions: Sequence[Position], lengths: Lengths, rules: Rules
 ) -> Iterator[JobBatches]:
-    """Yields the batches of jobs, which advance in proportion until the end is near.
+    """Yields the batches of jobs, which keep their pace until the end is near.
 
     A job that needs almost as many ticks as all jobs together comes before the others.
-    At the end, those that need the most ticks do, which takes the least time.
+    At the end, those that need the most ticks do, which takes the least time. Higher
+    priorities come before all that.
     """
     lanes = rules.lanes
     tokens, distance = lanes.tick_tokens(rules.limits.capacity), lanes.pipeline.distance
@@ -145,15 +146,27 @@ def _jobs(
     ]
     work = sum(p.num_left * p.batch_tokens for p in positions) / tokens
     left = max(work, *ticks)
+    is_end = left <= _END_TICKS
+    # With equal shares, such a job may take at most half of each tick.
+    most = {"together": 1.0, "equal": 0.5}[rules.pace] * tokens
+    # More than shares can differ by.
+    ahead = 2 * max(1.0, *(abs(s) for p in positions for s in (p.share, p.first_share)))
     for position, needed in zip(positions, ticks, strict=True):
+        is_critical = (
+            _CRITICAL * left < needed
+            and position.num_left * position.batch_tokens <= most * needed
+        )
+        urgency = position.share_per_batch, position.first_share + ahead * is_critical
+        each, first = (None, 0.0) if is_end else urgency
         yield JobBatches(
             batches=_batches(position, lengths, position.num_left),
             num_batches=position.num_left,
             batch_tokens=position.batch_tokens,
             is_started=position.left is not None,
             ready=position.ready,
-            total_batches=position.total_batches if left > _END_TICKS else None,
-            is_critical=_CRITICAL * left < needed and left > _END_TICKS,
+            urgency_per_batch=each,
+            first_urgency=first,
+            priority=position.priority,
         )
 
 

@@ -83,7 +83,8 @@ class JobLifecycle:
     def describe(self) -> str:
         """Describes the jobs in the slots, for the microbatches that are saved."""
         return ", ".join(
-            f"{slot}: {self.number(job)} {job.name} of {self._num_allowed(job)}"
+            f"{slot}: {self.number(job)} {job.name} of {self._num_allowed(job)}, "
+            f"priority {job.settings.priority}"
             for slot, job in sorted(self.by_slot.items())
         )
 
@@ -100,6 +101,7 @@ class JobLifecycle:
                 batch=job.progress.step,
                 num_batches=self._num_allowed(job),
                 batch_tokens=job.batch_tokens,
+                priority=job.settings.priority,
             )
         )
 

@@ -7,8 +7,8 @@ measured; all other times are simulated, so that any CPU will do.
 Prints a table of makespans over the lower bound. With --output-dir, writes
 scheduler.jsonl and scheduler.md.
 
-    jaxlora bench scheduler --quick
-    jaxlora bench scheduler --output-dir bench
+    python -m scripts.bench scheduler --quick
+    python -m scripts.bench scheduler --output-dir bench
 """
 
 import argparse
@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxlora.bench.report import Row, Rows, about, add_output_dir, pivot, versions
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -37,6 +35,8 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.pack.whole import arrange
 from jaxlora.scheduler.papers import lorafusion, mlora
+from scripts.bench.report import Row, Rows, about, add_output_dir, pivot, versions
+from scripts.bench.scheduler.lengths import jobs
 
 PACKERS = ("mlora", "paper", "fewest", "joint")
 STAGES, LANES, LAST_STAGES = (1, 4, 8, 16), (1, 2, 8), (1.0, 1.06)

@@ -7,7 +7,6 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.sweeps import files
 from jaxlora.train.report import summary
 from jaxlora.train.report.plot import plot_losses
 from tests import tiny
@@ -92,7 +91,6 @@ def _without_pictures():
     """A picture takes longer than the training of a tiny model; see `pictures`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summary, "plot_losses", lambda *_: None)
-        patch.setattr(files, "draw_sweep", lambda *_: None)
         yield
 
 

@@ -7,13 +7,13 @@ import safetensors.numpy
 
 from jaxlora import import_peft
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.config import RunConfig
 from jaxlora.models.structure import linear_shapes
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
+from scripts.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from tests.jaxlora.train.planned_run import plan_jobs
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"

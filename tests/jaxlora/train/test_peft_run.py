@@ -11,7 +11,6 @@ import pytest
 
 from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.adapters.fresh import fresh_adapter
-from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.config import RunConfig
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.structure import linear_path, linear_shapes
@@ -22,6 +21,7 @@ from jaxlora.scheduler import Limits
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
+from scripts.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from tests.golden_base import resized, tied
 from tests.jaxlora.train.planned_run import plan_jobs
 from tests.oracle import relative_error

@@ -31,18 +31,16 @@ def high(jobs):
 
 
 def one_slot(model, folder: pathlib.Path, jobs, **settings) -> RunConfig:
+    fixed = {"max_concurrent_jobs": 1, "microbatch_tokens": 512, "block_tokens": 16}
     return RunConfig(
         model=str(model.folder),
         output_dir=str(folder),
         jobs=jobs,
-        max_concurrent_jobs=1,
         slot_rank=8,
         slot_targets=LINEARS,
         slot_dropout=True,
-        microbatch_tokens=512,
-        block_tokens=16,
         window_steps=2,
-        **settings,
+        **fixed | settings,
     )
 
 
@@ -74,6 +72,12 @@ def changes(config: RunConfig) -> list[tuple]:
 def losses(config: RunConfig) -> list[float]:
     events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
     return [e["loss"] for e in events if e["event"] == "step" and e["job"] == "low"]
+
+
+def steps_of(config: RunConfig) -> list[str]:
+    """Returns the job of each optimizer step."""
+    events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
+    return [e["job"] for e in events if e["event"] == "step"]
 
 
 def at_round(number, call):
@@ -124,6 +128,20 @@ def test_equal_priorities_wait(config, model, high):
     add = at_round(2, lambda trainer: trainer.add_job(equal))
     Trainer(waits, model).train(callbacks=[add])
     assert changes(waits) == [("job_end", "low", 8), ("job_end", "high", 3)]
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_higher_priority_on_resume_comes_first(config, model, low, priority):
+    """Two jobs that both have slots, and whose batches fill a microbatch each."""
+    second = low.model_copy(update={"name": "second"})
+    two = {"max_concurrent_jobs": 2, "microbatch_tokens": 128}
+    run = config(jobs=(low, second), **two)
+    Trainer(run, model).train(callbacks=[InterruptAt(2)])
+    done = len(steps_of(run))
+    second = second.model_copy(update={"priority": priority})
+    Trainer(config(jobs=(low, second), **two), model).train(resume=True)
+    after = steps_of(run)[done:]
+    assert (after[:4] == ["second"] * 4) == bool(priority)
 
 
 class Killed(BaseException):

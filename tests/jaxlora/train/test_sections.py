@@ -6,10 +6,10 @@ import shutil
 import pytest
 
 from jaxlora import Trainer
-from jaxlora.bench.mesh.cases import Case
 from jaxlora.errors import ConfigError
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.train.saved.read_checkpoint import read_newest
+from scripts.bench.mesh.cases import Case
 from tests import tiny
 from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
-from jaxlora.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
+from scripts.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.planned_run import plan_and_jobs
 

@@ -7,7 +7,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -20,6 +19,7 @@ from jaxlora.scheduler import (
     violations,
 )
 from jaxlora.scheduler.pack import bridges
+from scripts.bench.scheduler.lengths import jobs
 
 FORWARD = AffineCost(base=256, per_token=1, per_square=2e-5)
 BACKWARD = AffineCost(base=256, per_token=1, per_square=5e-5)

@@ -31,13 +31,15 @@ def cursor(job, rng, num_batches=3):
         num_batches=num_batches,
         urgency_per_batch=float(rng.integers(1, 4)),
         items=source.batch(0),
+        priority=int(rng.integers(2)),
     )
 
 
 def in_order(jobs: list[BatchCursor], slot: int) -> list[int]:
-    """The definition: started jobs first, then the most urgent ones."""
+    """The definition: by priority, started jobs first, then the most urgent ones."""
     ready = [i for i, job in enumerate(jobs) if job.ready <= slot and job.items]
-    return sorted(ready, key=lambda i: (not jobs[i].is_started, -jobs[i].urgency, i))
+    rank = lambda job: (-job.priority, not job.is_started, -job.urgency)
+    return sorted(ready, key=lambda i: (*rank(jobs[i]), i))
 
 
 @pytest.mark.parametrize("seed", range(5))

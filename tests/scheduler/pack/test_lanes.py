@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlora.bench.mesh.fixed_ticks import fixed_shape_cost
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -26,6 +24,8 @@ from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.pack.fill import fill_ticks
 from jaxlora.scheduler.pack.jobs import JobQueue, job_batches
 from jaxlora.scheduler.pack.whole import arrange
+from scripts.bench.mesh.fixed_ticks import fixed_shape_cost
+from scripts.bench.scheduler.lengths import jobs
 from tests.scheduler.strategies import LIMITS, mixes, sample
 
 PACKERS = ("joint", "greedy", "lorafusion")

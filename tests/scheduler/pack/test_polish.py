@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -28,6 +27,7 @@ from jaxlora.scheduler.pack.polish import Polish
 from jaxlora.scheduler.pack.ramps import Ramps
 from jaxlora.scheduler.pack.segment import Segment
 from jaxlora.scheduler.papers import mlora
+from scripts.bench.scheduler.lengths import jobs
 from tests.scheduler.strategies import LIMITS, costs, job_mixes, pipelines
 
 FORWARD = AffineCost(base=256, per_token=1, per_square=2e-5)

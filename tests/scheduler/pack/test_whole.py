@@ -4,7 +4,6 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -18,6 +17,7 @@ from jaxlora.scheduler import (
     simulate,
     violations,
 )
+from scripts.bench.scheduler.lengths import jobs
 from tests.scheduler.strategies import (
     LIMITS,
     costs,

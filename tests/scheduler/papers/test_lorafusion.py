@@ -17,13 +17,13 @@ import hypothesis.strategies as st
 import pulp
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import Limits, padded_tokens, solver, violations
 from jaxlora.scheduler.papers import lorafusion
 from jaxlora.scheduler.papers import lorafusion_milp as milp
 from jaxlora.scheduler.papers.lorafusion import verify_and_fix
 from jaxlora.scheduler.papers.spacing import with_no_ops
 from jaxlora.scheduler.types import Pipeline
+from scripts.bench.scheduler.lengths import jobs
 from tests.scheduler.strategies import LIMITS, mixes, pipelines, sample
 
 FOUR = Pipeline.one_f_one_b(4)

@@ -2,8 +2,8 @@
 
 import json
 
-from jaxlora.bench import subjects
-from jaxlora.bench.scheduler import benchmark
+from scripts.bench import __main__ as bench
+from scripts.bench.scheduler import benchmark
 
 KIND = benchmark.Kind(lengths="mix", num_samples=(8, 4), batch_size=4)
 
@@ -11,7 +11,7 @@ KIND = benchmark.Kind(lengths="mix", num_samples=(8, 4), batch_size=4)
 def test_rows_and_tables(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, "KINDS", {"2 jobs": KIND})
     options = ["--quick", "--num-workers", "1", "--output-dir", str(tmp_path)]
-    subjects.run("scheduler", options)
+    bench.run("scheduler", options)
     table = (tmp_path / "scheduler.md").read_text()
     assert table.strip() in capsys.readouterr().out
     assert (
