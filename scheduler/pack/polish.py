@@ -1,6 +1,8 @@
 """Polishes the simulated makespan of a few ticks."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -111,8 +113,13 @@ class Polish:
         best = self._makespan(segment, part), self._place, self._tokens
         tokens = self._sizes()[0][part]
         unit = max(self._cost.stages[0].forward(tokens.mean(), 0), 0)
-        for smoothing in _SMOOTHING:
-            self._descend(segment, part, max_rounds, smoothing * unit)
+        steps = [(self._descend, smoothing) for smoothing in _SMOOTHING]
+        steps += [(self._move_ticks, smoothing) for smoothing in _SMOOTHING[-2:]]
+        steps.append((self._descend, 0.0))
+        for step, smoothing in steps:
+            if step == self._move_ticks:
+                _, self._place, self._tokens = best
+            step(segment, part, max_rounds, smoothing * unit)
             now = self._makespan(segment, part)
             if now < best[0] * (1 - 1e-9):
                 best = now, self._place, self._tokens
@@ -163,6 +170,51 @@ class Polish:
             self._make(together[: num + 1])
             if saving < _MIN_SAVING * now:
                 break
+
+    def _move_ticks(
+        self, segment: Segment, part: slice, max_rounds: int, smoothing: float
+    ) -> None:
+        """Moves whole ticks, and no-ops, while that shortens the makespan."""
+        n, first = self._lanes, part.start // self._lanes
+        orders, ticks = _moves(part.stop // n - first)
+        now = self._makespan(segment, part, smoothing)
+        for _ in range(max_rounds):
+            legal = np.flatnonzero(self._are_legal(ticks, first))
+            if not len(legal):
+                break
+            tokens, squares = self._of_ticks(*(x[part, None] for x in self._sizes()))
+            tried = orders[legal].T
+            times = segment.makespans(tokens[tried, 0], squares[tried, 0], smoothing)
+            best = int(np.argmin(times))
+            if times[best] >= now * (1 - 1e-6):
+                break
+            now, moved = float(times[best]), ticks[legal[best]]
+            inside = (self._place >= part.start) & (self._place < part.stop)
+            tick = self._place[inside] // n - first
+            self._place = self._place.copy()
+            self._place[inside] = (first + moved[tick]) * n + self._place[inside] % n
+            self._tokens = np.zeros_like(self._tokens)
+            np.add.at(self._tokens, (self._place, self._job), self._size)
+
+    def _are_legal(self, ticks: np.ndarray, first: int) -> np.ndarray:
+        """Returns which moves of ticks keep all batches apart [moves].
+
+        Args:
+            ticks: The new place of each tick in the part [moves, ticks].
+            first: First tick of the part.
+        """
+        pairs = np.unique(np.stack([self._batch, self._place // self._lanes]), axis=1)
+        starts = np.flatnonzero(np.diff(pairs[0], prepend=-1))
+        old = pairs[1] - first
+        inside = (old >= 0) & (old < ticks.shape[1])
+        new = np.repeat(pairs[1][None], len(ticks), axis=0)
+        new[:, inside] = first + ticks[:, old[inside]]
+        low = np.minimum.reduceat(new, starts, axis=1)
+        high = np.maximum.reduceat(new, starts, axis=1)
+        after = np.flatnonzero(self._follows)
+        gaps = low[:, after] - high[:, after - 1]
+        is_apart = (gaps >= self._pipeline.distance).all(axis=1)
+        return is_apart & (low >= self._earliest).all(axis=1)
 
     def _sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the padded tokens and the squares of each microbatch."""
@@ -366,6 +418,22 @@ class Polish:
         for item, place in zip(self._items, self._place, strict=True):
             out[place].append(item)
         return out
+
+
+@functools.cache
+def _moves(num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ways to move one of some ticks to another place [moves, ticks].
+
+    Returns:
+        The ticks in their new order, and the new place of each tick.
+    """
+    orders = []
+    for tick, to in itertools.permutations(range(num), 2):
+        if abs(tick - to) <= _REACH and to != tick - 1:  # is tick - 1 moved to tick
+            order = [i for i in range(num) if i != tick]
+            orders.append([*order[:to], tick, *order[to:]])
+    found = np.array(orders, int).reshape(-1, num)
+    return found, np.argsort(found, axis=1)
 
 
 def polished(

@@ -10,11 +10,15 @@ wait.
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes
+from jaxlora.scheduler.pack.segment import Segment
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
+    Pipeline,
     Sample,
     batches_by_job,
     in_order,
@@ -25,6 +29,11 @@ from jaxlora.scheduler.types import (
 _WIDTH = 32
 # Batches for which it takes about a second.
 _MAX_BATCHES = 1024
+
+# Rounds whose ticks are placed by simulation, and plans that are simulated together.
+_MAX_PLACED = 48
+_REACH = 3  # ticks that a job moves at once
+_MAX_TOGETHER = 128
 
 # Number of batches that are done, by job.
 _State = tuple[int, ...]
@@ -59,16 +68,85 @@ def pack(
         return None
     step = cost.stages[0].forward + cost.stages[0].backward
     times = [[step(*cost.size(b, limits)) for b in batches] for batches in whole]
-    done, ticks = [0] * len(whole), []
-    for chosen in _rounds(times):
-        round_ticks: list[list[Microbatch]] = [[] for _ in range(distance)]
-        for job in chosen:
-            round_ticks[job // n].append(whole[job][done[job]])
+    chosen = _rounds(times)
+    slots = np.tile(np.arange(len(whole)) // n, (len(chosen), 1))
+    if n == 1 < lanes.pipeline.num_stages and len(chosen) <= _MAX_PLACED:
+        slots = _placed(chosen, whole, limits, lanes.pipeline, cost)
+    done = [0] * len(whole)
+    ticks: list[list[Microbatch]] = [[] for _ in range(distance * len(chosen))]
+    for number, jobs_of_round in enumerate(chosen):
+        for job in jobs_of_round:
+            tick = ticks[number * distance + slots[number, job]]
+            tick.append(whole[job][done[job]])
             done[job] += 1
-        ticks += round_ticks
     while not ticks[-1]:
         ticks.pop()
     return ticks
+
+
+def _placed(
+    chosen: Sequence[Sequence[int]],
+    whole: Sequence[Sequence[Microbatch]],
+    limits: Limits,
+    pipeline: Pipeline,
+    cost: CostModel,
+) -> np.ndarray:
+    """Returns the tick of each round in which each job runs [rounds, jobs].
+
+    Two ticks change places in one round, or from one on, while that shortens the
+    makespan. A job may only run earlier in its round than before if it has waited.
+
+    Args:
+        chosen: The jobs of each round.
+        whole: The microbatch of each batch of each job.
+        limits: Capacity and block size.
+        pipeline: The pipeline.
+        cost: Times of the passes.
+    """
+    num, distance, num_jobs = len(chosen), pipeline.distance, len(whole)
+    sizes = np.zeros((2, num, num_jobs))
+    for job, batches in enumerate(whole):
+        rounds = [number for number, jobs in enumerate(chosen) if job in jobs]
+        for number, batch in zip(rounds, batches, strict=True):
+            sizes[0, number, job] = padded_tokens(batch, limits)
+            sizes[1, number, job] = sum(s.num_tokens**2 for s in batch)
+    is_in, empty = sizes[0] > 0, np.zeros(num * distance)
+    segment = Segment(empty, empty, 0, len(empty), cost, pipeline)
+    starts = distance * np.arange(num)[:, None]
+
+    def best_of(tried: np.ndarray) -> tuple[float, np.ndarray]:
+        times = []
+        for some in np.array_split(tried, -(-len(tried) // _MAX_TOGETHER)):
+            ticks = np.zeros((2, len(empty), len(some)))
+            for variant, slots in enumerate(some):
+                ticks[:, (starts + slots)[is_in], variant] = sizes[:, is_in]
+            times.append(segment.makespans(ticks[0], ticks[1]))
+        every = np.concatenate(times)
+        return float(every.min()), tried[int(every.argmin())]
+
+    orders = itertools.permutations(range(num_jobs))
+    some = np.array([*itertools.islice(orders, _MAX_TOGETHER)])
+    now, slots = best_of(np.repeat(some[:, None], num, axis=1))
+    while True:
+        tried = [
+            np.where(rows & (slots == a), b, np.where(rows & (slots == b), a, slots))
+            for a, b in itertools.combinations(range(distance), 2)
+            if b - a <= _REACH
+            for first in range(num)
+            for last in {first + 1, first + 3, num}
+            for rows in [((starts >= first * distance) & (starts < last * distance))]
+        ]
+        ticks = starts + np.array(tried)
+        is_legal = np.ones(len(tried), bool)
+        for job in range(num_jobs):
+            gaps = np.diff(ticks[:, is_in[:, job], job], axis=1)
+            is_legal &= (gaps >= distance).all(axis=1)
+        if not is_legal.any():
+            return slots
+        time, found = best_of(np.array(tried)[is_legal])
+        if time >= now * (1 - 1e-6):
+            return slots
+        now, slots = time, found
 
 
 def _rounds(times: Sequence[Sequence[float]]) -> list[list[int]]:

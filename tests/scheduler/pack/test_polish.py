@@ -121,7 +121,7 @@ def test_polishing_keeps_every_rule_and_is_never_longer(
     assert num_lanes > 1 or time(plain) * (1 + 1e-9) >= reported[0]
 
 
-@hypothesis.settings(max_examples=4, deadline=None)
+@hypothesis.settings(max_examples=2, deadline=None)
 @hypothesis.given(
     samples=job_mixes(),
     pipeline=pipelines(),

@@ -32,7 +32,7 @@ COST = CostModel.uniform(4, forward=FORWARD, backward=BACKWARD)
 PIPELINE = Pipeline.one_f_one_b(4)
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=3, deadline=None)
 @hypothesis.given(
     samples=job_mixes(max_batches=3), pipeline=pipelines(), data=st.data()
 )
@@ -48,7 +48,7 @@ def test_keeps_every_rule(samples, pipeline, data):
     assert bound.microbatches <= len(schedule.microbatches)
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=3, deadline=None)
 @hypothesis.given(samples=job_mixes(), pipeline=pipelines())
 def test_fills_buckets(samples, pipeline):
     cost = CostModel.uniform(
@@ -63,7 +63,7 @@ def test_bubbles_stay_small(num_jobs):
     """Jobs with a global batch of 16 run on four stages with 6144 tokens."""
     max_bubble = {1: 0.24, 2: 0.06, 3: 0.03, 4: 0.025, 8: 0.02}[num_jobs]
     limits = Limits(capacity=6144, block_tokens=64)
-    samples = jobs(["mix"] * num_jobs, num_samples=320, batch_size=16)
+    samples = jobs(["mix"] * num_jobs, num_samples=160, batch_size=16)
     schedule = joint.pack(samples, limits, PIPELINE, COST)
     assert violations(schedule, samples, distance=4) == []
     assert simulate(schedule, COST, PIPELINE).bubble <= max_bubble
