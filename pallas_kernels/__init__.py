@@ -3,26 +3,32 @@
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dora import DoraGain, column_norms, dora_gain
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
-from jaxlora.pallas_kernels.frozen import frozen_linear
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
-from jaxlora.pallas_kernels.mosaic.compile import compile_program, prepare_to_load
-from jaxlora.pallas_kernels.mosaic.lower import lower_program
-from jaxlora.pallas_kernels.norms import (
-    norm_gradient,
-    unsupported_norm_gradient,
+from jaxlora.pallas_kernels.mosaic.compile import (
+    compile_program,
+    lower_program,
+    prepare_to_load,
 )
 from jaxlora.pallas_kernels.op import (
     LINEAR_RESULTS,
+    frozen_linear,
     multi_lora_linear,
     multi_lora_linears,
 )
 from jaxlora.pallas_kernels.producers import (
     Gate,
     multi_lora_gate,
+    norm_gradient,
     produce,
+    unsupported_norm_gradient,
     unsupported_producer,
 )
-from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.projection import (
+    KernelSettings,
+    LinearShape,
+    Projection,
+    kernel_settings,
+)
 from jaxlora.pallas_kernels.quantized import (
     FORMATS,
     OPTIONS,
@@ -34,9 +40,7 @@ from jaxlora.pallas_kernels.quantized import (
     quantize_rows,
     row_scale,
 )
-from jaxlora.pallas_kernels.reference import multi_lora_linear_reference
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
-from jaxlora.pallas_kernels.settings import KernelSettings, kernel_settings
 
 __all__ = [
     "BACKENDS",
@@ -70,7 +74,6 @@ __all__ = [
     "mask_words",
     "multi_lora_gate",
     "multi_lora_linear",
-    "multi_lora_linear_reference",
     "multi_lora_linears",
     "norm_gradient",
     "pack_mask",

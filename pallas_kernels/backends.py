@@ -6,17 +6,15 @@ name. Callers look an entry up and read its fields.
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.mosaic import layer as mosaic
+from jaxlora.pallas_kernels.mosaic import support as mosaic
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
-from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
-from jaxlora.pallas_kernels.triton import layer as triton
-from jaxlora.pallas_kernels.triton.target import present_target, slow_device
+from jaxlora.pallas_kernels.triton import target as triton
 from jaxlora.pallas_kernels.xla import layer as xla
 
 
@@ -59,82 +57,8 @@ class Backward(Protocol):
         ...
 
 
-@runtime_checkable
-class Produce(Protocol):
-    """Computes a row-wise function, with side products of its results.
-
-    Forward, all projections take its first result x, and their side products are
-    `s = factor * dropout(x) A`. With `is_gradient`, result i is the gradient of
-    projection i's y, and its side product is `ds = factor * dy B^T`.
-    """
-
-    def __call__(
-        self,
-        function: RowFunction,
-        arguments: RowArguments,
-        projections: Sequence[Projection],
-        block_adapter: Int[Array, " NB"],
-        *,
-        is_gradient: bool,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the results, [T, K], and s or ds of each projection."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Producer:
-    """Kernels of a back end that compute s beside row-wise functions.
-
-    Its `Forward` also takes `s`, and its `Backward` `ds`, computed before.
-
-    Attributes:
-        produce: The kernels.
-        unsupported: Returns why they cannot compute such a function here, as a clause
-            without a full stop; None if they can. Arrays may be shapes.
-    """
-
-    produce: Produce
-    unsupported: Callable[..., str | None]
-
-
-@runtime_checkable
-class NormGradient(Protocol):
-    """Computes the gradient of a norm, and adds the one that its input has already.
-
-    That is `dh + gradient of dx`, in float32, rounded once.
-    """
-
-    def __call__(
-        self,
-        h: Float[Array, "T D"],
-        scale: Float[Array, " D"],
-        dx: Float[Array, "T D"],
-        dh: Float[Array, "T D"],
-        *,
-        eps: float,
-        offset: bool,
-    ) -> Float[Array, "T D"]:
-        """Returns the sum in the dtype of h."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class NormBackward:
-    """A back end's kernel for the backward pass of norms.
-
-    Attributes:
-        gradient: The kernel.
-        unsupported: Returns why it does not run here on rows h before a linear with
-            the weight w, as a clause without a full stop; None if it does. The rows may
-            be their shape, and w None.
-    """
-
-    gradient: NormGradient
-    unsupported: Callable[..., str | None]
-
-
-def _nowhere() -> None:
-    """The default `slow_device`: the back end is never too slow for `auto`."""
+def _nowhere(*_: Any, **__: Any) -> None:
+    """The default answer to where a back end is too slow, or lacks a kernel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +72,8 @@ class Backend:
         backward: The kernels of the backward pass.
         unsupported: Returns why the back end cannot run a linear of a given shape on
             the default device, as a clause without a full stop; None if it can.
+        is_plain: Whether it is plain JAX, which XLA fuses with what is around it and
+            which follows JAX's settings of precision.
         stores_masks: Whether dropout masks occupy device memory, one byte per element
             of x.
         partitionable: Whether XLA can partition the kernels over a mesh. If not, a
@@ -158,8 +84,23 @@ class Backend:
         skips_padding: Whether rows of padding take less time than others.
         traced_as: Back end that keeps the same arrays for the backward pass, and can be
             traced where this one's packages or GPU are missing; None: itself.
-        producer: What it computes beside row-wise functions; None: nothing.
-        norm_backward: How it computes gradients of norms; None: XLA computes them.
+        produce: Computes a row-wise function with side products of its results, as
+            `produce(function, arguments, projections, block_adapter, is_gradient=)`.
+            Forward, all projections take its first result x, and their side products
+            are `s = factor * dropout(x) A`. With `is_gradient`, result i is the
+            gradient of projection i's y, and its side product `ds = factor * dy B^T`.
+            Returns the results, [T, K], and s or ds of each projection, which
+            `forward` and `backward` then also take by these names. None: it has no
+            such kernels.
+        unsupported_producer: Returns why `produce` cannot compute such a function here,
+            as a clause without a full stop; None if it can. It has the arguments of
+            `produce` but for block_adapter, and arrays may be shapes.
+        norm_gradient: Computes the gradient of a norm and adds the one that its input
+            has already, as `norm_gradient(h, scale, dx, dh, eps=, offset=)`; see
+            producers.py. None: XLA computes it.
+        unsupported_norm_gradient: Returns why it does not run here on rows h before a
+            linear with the weight w, as such a clause; None if it does. The rows may be
+            their shape, and w None.
         slow_device: Returns why `auto` passes over the back end on the default device
             although it can run there, as such a clause; None if it does not.
     """
@@ -170,11 +111,14 @@ class Backend:
     unsupported: Callable[[LinearShape], str | None]
     stores_masks: bool
     partitionable: bool
+    is_plain: bool = False
     reads_transpose: bool = False
     skips_padding: bool = False
     traced_as: str | None = None
-    producer: Producer | None = None
-    norm_backward: NormBackward | None = None
+    produce: Callable[..., tuple[list[jax.Array], list[jax.Array]]] | None = None
+    unsupported_producer: Callable[..., str | None] = _nowhere
+    norm_gradient: Callable[..., jax.Array] | None = None
+    unsupported_norm_gradient: Callable[..., str | None] = _nowhere
     slow_device: Callable[[], str | None] = _nowhere
 
     def why_not(self, unsupported: str | None, *, is_auto: bool) -> str | None:
@@ -223,17 +167,13 @@ def _table(*backends: Backend) -> dict[str, Backend]:
 BACKENDS: dict[str, Backend] = _table(
     Backend(
         name="mosaic",
-        forward=_when_traced("mosaic.passes", "forward"),
-        backward=_when_traced("mosaic.passes", "backward"),
+        forward=_when_traced("mosaic.layer", "forward"),
+        backward=_when_traced("mosaic.layer", "backward"),
         unsupported=mosaic.unsupported,
-        producer=Producer(
-            _when_traced("mosaic.producers", "produce_for"),
-            mosaic.unsupported_producer,
-        ),
-        norm_backward=NormBackward(
-            _when_traced("mosaic.norm_gradient", "norm_gradient"),
-            mosaic.unsupported_norm_gradient,
-        ),
+        produce=_when_traced("mosaic.layer", "produce_beside"),
+        unsupported_producer=mosaic.unsupported_producer,
+        norm_gradient=_when_traced("mosaic.norm_gradient", "norm_gradient"),
+        unsupported_norm_gradient=mosaic.unsupported_norm_gradient,
         stores_masks=False,
         partitionable=False,
         reads_transpose=True,
@@ -241,10 +181,10 @@ BACKENDS: dict[str, Backend] = _table(
     ),
     Backend(
         name="triton",
-        forward=_when_traced("triton.passes", "forward", target=present_target),
-        backward=_when_traced("triton.passes", "backward", target=present_target),
+        forward=_when_traced("triton.layer", "forward", target=triton.present_target),
+        backward=_when_traced("triton.layer", "backward", target=triton.present_target),
         unsupported=triton.unsupported,
-        slow_device=slow_device,
+        slow_device=triton.slow_device,
         stores_masks=False,
         partitionable=False,
         skips_padding=True,
@@ -257,12 +197,13 @@ BACKENDS: dict[str, Backend] = _table(
         unsupported=xla.unsupported,
         stores_masks=True,
         partitionable=True,
+        is_plain=True,
     ),
 )
 
 
 def is_partitioned(mesh: Any) -> bool:
-    """Tells whether arrays on an abstract mesh are split by XLA or by their types."""
+    """Whether arrays on an abstract mesh are split by XLA or by their types."""
     return not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual
 
 

@@ -11,12 +11,41 @@ import numpy as np
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, is_partitioned
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
-from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.projection import (
+    ROWS,
+    KernelSettings,
+    LinearShape,
+    Projection,
+)
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight
-from jaxlora.pallas_kernels.settings import ROWS, KernelSettings
 
 
-def check_alike(projections: Sequence[Projection]) -> None:
+def check_projections(
+    backend: Backend,
+    x,
+    projections: Sequence[Projection],
+    block_adapter,
+    *,
+    layer=None,
+    w_transposed: bool = False,
+) -> tuple[Projection, ...]:
+    """Checks linears that share x; returns them with every slot's rank."""
+    _check_alike(projections)
+    is_stack = layer is not None
+    for p in projections:
+        if isinstance(p.w, QuantizedWeight):
+            _check_quantized(p.w, x, is_stack=is_stack, w_transposed=w_transposed)
+    made = tuple(
+        _checked(
+            backend, x, p, block_adapter, is_stack=is_stack, w_transposed=w_transposed
+        )
+        for p in projections
+    )
+    _check_mesh(backend)
+    return made
+
+
+def _check_alike(projections: Sequence[Projection]) -> None:
     """Checks that linears can run in one call."""
     kinds = sorted({type(p.dropout).__name__ for p in projections})
     if len(kinds) != 1:
@@ -52,7 +81,7 @@ def _weight_format(projection: Projection) -> str | None:
     return w.format if isinstance(w, QuantizedWeight) else None
 
 
-def check_quantized(w: QuantizedWeight, x, *, is_stack, w_transposed) -> None:
+def _check_quantized(w: QuantizedWeight, x, *, is_stack, w_transposed) -> None:
     """Checks a quantized weight, and that x can be multiplied by it."""
     w.check()
     if is_stack or w_transposed:
@@ -68,7 +97,7 @@ def check_quantized(w: QuantizedWeight, x, *, is_stack, w_transposed) -> None:
         )
 
 
-def checked(
+def _checked(
     backend: Backend,
     x,
     projection: Projection,
@@ -197,7 +226,7 @@ def _check_supported(backend: Backend, shape: LinearShape) -> None:
         )
 
 
-def check_mesh(backend: Backend) -> None:
+def _check_mesh(backend: Backend) -> None:
     """Checks that XLA does not partition kernels that cannot be partitioned."""
     mesh = jax.sharding.get_abstract_mesh()
     if is_partitioned(mesh) and not backend.partitionable:

@@ -17,13 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.backends import Backend, get_backend
-from jaxlora.pallas_kernels.checks import (
-    check_alike,
-    check_mesh,
-    check_quantized,
-    checked,
-)
-from jaxlora.pallas_kernels.dequantize import backward_weights, forward_weights
+from jaxlora.pallas_kernels.checks import check_projections
+from jaxlora.pallas_kernels.dequantize import readable_weights
 from jaxlora.pallas_kernels.dora import apply_gain, dropped
 from jaxlora.pallas_kernels.dropout import Dropout
 from jaxlora.pallas_kernels.given_mask import GivenMask
@@ -159,29 +154,46 @@ def multi_lora_linears(
     )
 
 
-def check_projections(
-    backend: Backend,
-    x,
-    projections: Sequence[Projection],
-    block_adapter,
+@typing.no_type_check  # `multi_lora_linear` has better messages
+def frozen_linear(
+    x: Float[Array, "T K"],
+    w: QuantizedWeight,
+    bias: Float[Array, " N"] | None,
+    block_adapter: Int[Array, " NB"],
     *,
-    layer=None,
-    w_transposed: bool = False,
-) -> tuple[Projection, ...]:
-    """Checks linears that share x; returns them with every slot's rank."""
-    check_alike(projections)
-    is_stack = layer is not None
-    for p in projections:
-        if isinstance(p.w, QuantizedWeight):
-            check_quantized(p.w, x, is_stack=is_stack, w_transposed=w_transposed)
-    made = tuple(
-        checked(
-            backend, x, p, block_adapter, is_stack=is_stack, w_transposed=w_transposed
+    implementation: str = "xla",
+) -> Float[Array, "T N"]:
+    """`y = x W + bias` on a quantized weight, by the kernels of linears with adapters.
+
+    It is `multi_lora_linear` with one slot that is switched off.
+
+    Args:
+        x: Token rows.
+        w: Frozen quantized weight.
+        bias: Frozen bias.
+        block_adapter: The slot of each token block in linears that have adapters; -1
+            for padding, whose rows of y and of x's gradient are zero.
+        implementation: Name of the kernel back end in `BACKENDS`.
+
+    Raises:
+        ValueError: As for `multi_lora_linear`; or w is not quantized.
+    """
+    if not isinstance(w, QuantizedWeight):
+        raise ValueError(
+            f"w is {type(w).__name__}, wanted a quantized weight. Multiply by a weight "
+            "that is not quantized with jnp.matmul."
         )
-        for p in projections
+    k, n = w.shape
+    return multi_lora_linear(
+        x,
+        w,
+        jnp.zeros((1, k, 1), x.dtype),
+        jnp.zeros((1, 1, n), x.dtype),
+        jnp.zeros(1),
+        jnp.minimum(block_adapter, 0),
+        bias=bias,
+        implementation=implementation,
     )
-    check_mesh(backend)
-    return made
 
 
 def _with_dora(run, x, projection: Projection, y, block_adapter):
@@ -257,7 +269,9 @@ class Passes:
             s: What was computed beside x; None: it is computed here.
             w_transposed: Whether the weights are stored N K.
         """
-        readable, tied, is_n_k = forward_weights(projections, x, w_transposed)
+        readable, (tied,), is_n_k = readable_weights(
+            projections, [x], x.dtype, w_transposed
+        )
         given = {} if s is None else {"s": list(s)}
         with own_settings(self.precision):
             results = self.backend.forward(
@@ -280,7 +294,9 @@ class Passes:
             ds: What was computed beside dy; None: it is computed here.
         """
         x, projections, *rest = residuals
-        readable, dy, is_n_k = backward_weights(projections, dy, x.dtype, w_transposed)
+        readable, dy, is_n_k = readable_weights(
+            projections, dy, x.dtype, w_transposed, is_backward=True
+        )
         given = {} if ds is None else {"ds": list(ds)}
         with own_settings(self.precision):
             results = self.backend.backward(

@@ -2,21 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
-from jaxlora.pallas_kernels.dropout import (
-    TILE_TOKENS,
-    Dropout,
-    MaskWords,
-    mask_words,
-)
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords, mask_words
 from jaxlora.pallas_kernels.given_mask import GivenMask
-from jaxlora.pallas_kernels.projection import LinearShape, Projection
-from jaxlora.pallas_kernels.routing import Blocks, make_blocks
-from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings, kernel_settings
+from jaxlora.pallas_kernels.projection import (
+    RANK_STEP,
+    KernelSettings,
+    LinearShape,
+    Projection,
+    kernel_settings,
+)
 
 MAX_RANK = 4 * RANK_STEP  # of the padded ranks for which kernels are made
 
@@ -53,6 +54,70 @@ def unsupported_linear(
             f"{TILE_TOKENS}"
         )
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks of 64 token rows, each with one slot.
+
+    Attributes:
+        slot: Slot of each block; -1 for padding.
+        order: Blocks sorted by slot, with padding last.
+        starts: Index in `order` of each slot's first block, and of the padding's.
+    """
+
+    slot: Int[Array, " NB"]
+    order: Int[Array, " NB"]
+    starts: Int[Array, " G1"]
+
+
+def make_blocks(
+    block_adapter: Int[Array, " NB"], num_slots: int, num_rows: int
+) -> Blocks:
+    """Splits token blocks into blocks of 64 rows and sorts them by slot.
+
+    The order is found by counting NB x NB comparisons. XLA compiles these into one
+    small kernel, whereas a sort takes several.
+
+    Args:
+        block_adapter: Slot of each token block; -1 for padding.
+        num_slots: G.
+        num_rows: T, a multiple of 64 NB.
+    """
+    slot = jnp.repeat(block_adapter, num_rows // TILE_TOKENS // block_adapter.shape[0])
+    key = jnp.where(slot < 0, num_slots, slot)
+    index = jnp.arange(slot.shape[0], dtype=jnp.int32)
+    is_before = (key[None] < key[:, None]) | (
+        (key[None] == key[:, None]) & (index[None] < index[:, None])
+    )
+    rank = is_before.sum(axis=1, dtype=jnp.int32)
+    order = jnp.where(rank[None] == index[:, None], index[None], 0).sum(
+        axis=1, dtype=jnp.int32
+    )
+    bound = jnp.arange(num_slots + 1, dtype=jnp.int32)
+    starts = (key[None] < bound[:, None]).sum(axis=1, dtype=jnp.int32)
+    return Blocks(slot, order, starts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """The operands of one projection's term in an expand product.
+
+    Attributes:
+        x: [T, K].
+        w: [L, K, N]; [L, N, K] if the product is `transposed`.
+        s: [T, R].
+        b: [G, R, N] or [G, N, R]; the product says which.
+        settings: Settings of the slots.
+        mask: Mask of s B, as the product takes it; None without dropout.
+    """
+
+    x: Array
+    w: Array
+    s: Array
+    b: Array
+    settings: KernelSettings
+    mask: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlora.pallas_kernels.routing import Blocks
+from jaxlora.pallas_kernels.operands import Blocks
 
 _MIN_PART_BLOCKS = 8  # a part of fewer blocks costs more to add up than it saves
 _MIN_SPLIT_BLOCKS = 2 * _MIN_PART_BLOCKS  # of a slot with two parts

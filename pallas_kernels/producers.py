@@ -1,27 +1,26 @@
-"""Public ops: row-wise functions that also compute s of the linears around them.
+"""Public ops: row-wise functions that also compute s of linears, and norms' gradients.
 
 A linear with LoRA reads its input x twice: for `x W`, and for `s = scaling * dropout(x)
 A`. The kernel that computes x by a row-wise function, such as a norm, can compute s
 while it has x in registers. Likewise, the kernel that computes dy for the backward pass
-can compute `ds = scaling * dy B^T`. See `Backend.producer` and docs/kernels.md.
+can compute `ds = scaling * dy B^T`. The input h of a decoder's norm is also added to
+the hidden states behind, so its gradient is a sum, which one kernel computes.
+See docs/kernels.md.
 """
 
 import dataclasses
 import functools
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.backends import Backend, get_backend
-from jaxlora.pallas_kernels.op import (
-    Passes,
-    check_projections,
-    own_settings,
-    passes_of,
-)
+from jaxlora.pallas_kernels.checks import check_projections
+from jaxlora.pallas_kernels.op import Passes, own_settings, passes_of
 from jaxlora.pallas_kernels.projection import Projection
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.varying import vary, varying_axes
@@ -48,10 +47,10 @@ def unsupported_producer(
     Returns:
         The reason as a clause without a full stop; None if it can.
     """
-    producer = get_backend(implementation).producer
-    if producer is None:
+    backend = get_backend(implementation)
+    if backend.produce is None:
         return f"{implementation} has no such kernels"
-    return producer.unsupported(
+    return backend.unsupported_producer(
         function, arguments, projections, is_gradient=is_gradient
     )
 
@@ -77,7 +76,7 @@ def produce(
         projections: The linears, as `multi_lora_linears` takes them.
         block_adapter: The slot of each token block; -1 for padding, whose rows of x are
             computed as others are, and whose rows of s are undefined.
-        implementation: Name of a kernel back end with a `producer`.
+        implementation: Name of a kernel back end with `produce`.
 
     Returns:
         x, and s of each projection, with ranks padded as its kernels need them.
@@ -95,9 +94,9 @@ def produce(
 
 
 def _run(backend: Backend, precision, function, *arrays, is_gradient: bool = False):
-    assert backend.producer is not None
+    assert backend.produce is not None
     with own_settings(precision):
-        results = backend.producer.produce(function, *arrays, is_gradient=is_gradient)
+        results = backend.produce(function, *arrays, is_gradient=is_gradient)
     return vary(results, varying_axes(arrays))
 
 
@@ -138,7 +137,7 @@ def multi_lora_gate(
         following: The linears that take h. They get no gradient here.
         block_adapter: The slot of each token block; -1 for padding.
         s: s of the projections, if it was computed beside x.
-        implementation: Name of a kernel back end with a `producer`.
+        implementation: Name of a kernel back end with `produce`.
 
     Returns:
         h, and s of each following linear.
@@ -184,3 +183,58 @@ def _gate_with_gradient(passes: Passes, gate: Gate):
 
     op.defvjp(forward, backward)
     return op
+
+
+def unsupported_norm_gradient(
+    h: jax.Array | jax.ShapeDtypeStruct, w: Any = None, *, implementation: str
+) -> str | None:
+    """Returns why a back end leaves the gradient of a norm of such rows to XLA.
+
+    Args:
+        h: The rows that are normalized, or their shape.
+        w: The frozen weight of a linear behind the norm, or None.
+        implementation: Name of the kernel back end in `BACKENDS`.
+
+    Returns:
+        The reason as a clause without a full stop; None if it can.
+    """
+    backend = get_backend(implementation)
+    if backend.norm_gradient is None:
+        return f"{implementation} has no such kernel"
+    return backend.unsupported_norm_gradient(h, w)
+
+
+@typing.no_type_check  # the shapes are those of the norm
+def norm_gradient(
+    h: Float[Array, "T D"],
+    scale: Float[Array, " D"],
+    dx: Float[Array, "T D"],
+    dh: Float[Array, "T D"],
+    *,
+    eps: float,
+    offset: bool = False,
+    implementation: str,
+) -> Float[Array, "T D"]:
+    """`dh + inverse * (dnormed - inverse^2 * mean(dnormed * h) * h)`, in one pass.
+
+    Here `inverse = 1 / sqrt(mean(h^2) + eps)` and `dnormed = dx * scale`. Each array is
+    read once. The sum is in float32 and rounded once. A row depends on its own rows of
+    the arguments alone, and each call gives the same bits.
+
+    Args:
+        h: The rows that were normalized.
+        scale: Factor of each feature, or the factor less 1.
+        dx: Gradient of the normalized rows.
+        dh: Gradient that h has from elsewhere.
+        eps: Added to the mean square.
+        offset: Whether the factor is `1 + scale`.
+        implementation: Name of a kernel back end for which
+            `unsupported_norm_gradient` returns None.
+    """
+    backend = get_backend(implementation)
+    assert backend.norm_gradient is not None
+    arrays = h, scale, dx, dh
+    axes = varying_axes(arrays)
+    with own_settings(jax.config.jax_default_matmul_precision):
+        result = backend.norm_gradient(*vary(arrays, axes), eps=eps, offset=offset)
+    return vary(result, axes)

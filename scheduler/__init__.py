@@ -1,17 +1,18 @@
 """Packs samples of many jobs into microbatches. This package does not import JAX."""
 
-from jaxlora.scheduler.algorithms import greedy, joint
 from jaxlora.scheduler.bounds import Bound, lower_bound
 from jaxlora.scheduler.check import violations
 from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
 from jaxlora.scheduler.lanes import Lanes
-from jaxlora.scheduler.packers import PackerName, get_packer
+from jaxlora.scheduler.pack import whole as joint
+from jaxlora.scheduler.packers import PackerName, get_packer, pack_ticks
+from jaxlora.scheduler.papers import greedy
 from jaxlora.scheduler.plan import Plan, plan
 from jaxlora.scheduler.simulate import Simulation, simulate
-from jaxlora.scheduler.streams.ticks import pack_ticks
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
+    Pace,
     Pipeline,
     Sample,
     Schedule,
@@ -26,6 +27,7 @@ __all__ = [
     "Lanes",
     "Limits",
     "Microbatch",
+    "Pace",
     "PackerName",
     "Pipeline",
     "Plan",

@@ -65,7 +65,7 @@ class CostModel:
         communication: Time from the end of a pass on one stage to its start on the
             neighboring stage.
         padding: Time of a row of padding, as a share of that of a token: attention and
-            the loss skip padding, products do not. Packers take it for 1.
+            the loss skip padding, products do not.
     """
 
     stages: tuple[StageCost, ...]
@@ -113,6 +113,11 @@ class CostModel:
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all microbatches take the same time, however full they are."""
+        return len(self.buckets) == 1 and self.padding == 1
 
     def size(self, microbatch: Microbatch, limits: Limits) -> tuple[float, int]:
         """Returns the tokens of a microbatch, and the sum of its squared lengths.

@@ -1,41 +1,28 @@
 """The registry of packers, which all have the same signature."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxlora.scheduler.algorithms import (
-    bridges,
-    greedy,
-    joint,
-    lorafusion,
-    mlora,
-    rounds,
-)
-from jaxlora.scheduler.algorithms.spacing import with_no_ops
-from jaxlora.scheduler.bounds import lower_bound
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes
+from jaxlora.scheduler.pack import whole
+from jaxlora.scheduler.pack.fill import balanced
+from jaxlora.scheduler.papers import greedy, lorafusion
 from jaxlora.scheduler.plan import Packer
-from jaxlora.scheduler.simulate import simulate
-from jaxlora.scheduler.types import (
-    Limits,
-    Microbatch,
-    Pipeline,
-    Sample,
-    Schedule,
-    batches_by_job,
-)
-from jaxlora.scheduler.windows.polish import polished
-from jaxlora.scheduler.windows.window import drains
+from jaxlora.scheduler.types import Limits, Sample, Schedule, check_fits
 
 PackerName = Literal["joint", "greedy", "lorafusion"]
 
-# Other orders are only tried if joint packing exceeds the bound by more than this, and
-# only among few jobs.
-_SMALL_GAP = 0.01
-_FEW_JOBS = 64
-# Samples of a schedule that is polished as a whole.
-_FEW_SAMPLES = 1024
+_PACKERS: dict[str, Packer] = {
+    "joint": whole.pack,
+    "greedy": lambda samples, limits, pipeline, _: greedy.by_rounds(
+        samples, limits, pipeline
+    ),
+    "lorafusion": lambda samples, limits, pipeline, _: lorafusion.pack(
+        samples, limits, pipeline
+    ),
+}
 
 
 def get_packer(name: PackerName) -> Packer:
@@ -49,66 +36,44 @@ def get_packer(name: PackerName) -> Packer:
     return _PACKERS[name]
 
 
-def by_rounds(
-    samples: Sequence[Sample], limits: Limits, pipeline: Pipeline, cost: CostModel
+def pack_ticks(
+    samples: Sequence[Sample],
+    limits: Limits,
+    packer: PackerName,
+    lanes: Lanes,
+    cost: CostModel,
 ) -> Schedule:
-    """Packs one round at a time by first-fit decreasing.
+    """Packs samples into ticks: one microbatch for each lane, run at the same time.
 
-    A round is the next global batch of every job. A microbatch never holds samples of
-    two rounds. No-ops keep the batches of a job apart.
+    With one lane, this is the packer's own schedule. With more lanes, the microbatches
+    of packers other than `joint` are arranged in ticks.
+
+    Two batches of a job never share a tick, as the second one needs the weights after
+    the first. So a tick can only be full if its jobs have enough samples in one batch
+    each.
+
+    Args:
+        samples: The samples.
+        limits: Limits of a microbatch.
+        packer: Name of the packer.
+        lanes: The lanes.
+        cost: Times of a microbatch on one lane.
+
+    Returns:
+        A schedule whose number of microbatches is a multiple of the number of lanes.
+
+    Raises:
+        ValueError: A sample is longer than the capacity, or the cost model and the
+            pipeline differ in the number of stages.
     """
-    jobs = batches_by_job(samples).values()
-    microbatches: list[Microbatch] = []
-    for k in range(max(map(len, jobs), default=0)):
-        batch = [s for batches in jobs if k < len(batches) for s in batches[k]]
-        microbatches += greedy.pack(batch, limits).microbatches
-    spaced = tuple(with_no_ops(microbatches, pipeline.distance))
-    return Schedule(microbatches=spaced, limits=limits)
-
-
-def _joint(
-    samples: Sequence[Sample], limits: Limits, pipeline: Pipeline, cost: CostModel
-) -> Schedule:
-    """Packs jointly, and in other orders if the bound leaves room and jobs are few.
-
-    Packing by rounds, and mLoRA's order if batches are tiny, are sometimes better, as
-    are bridges if one job has most of the work. The best order of few samples is
-    polished as a whole.
-    """
-    schedule = joint.pack(samples, limits, pipeline, cost)
-    if len({s.owner for s in samples}) > _FEW_JOBS:
-        return schedule
-    time = lambda s: simulate(s, cost, pipeline).makespan
-    if lower_bound(samples, limits, pipeline, cost).gap(time(schedule)) <= _SMALL_GAP:
-        return schedule
-    candidates = [
-        schedule,
-        by_rounds(samples, limits, pipeline, cost),
-        mlora.pack(samples, limits, pipeline),
-    ]
-    candidates = [one for one in candidates if one.keeps_max_samples]
-    best = min(candidates, key=time)
-    if not drains(pipeline, cost) or len(samples) > _FEW_SAMPLES:
-        return best
-    as_schedule = lambda m: Schedule(microbatches=tuple(m), limits=limits)
-    # Most of the best order is polished already, and bridges are not.
-    bridged = bridges.pack(samples, limits, pipeline, cost)
-    raw = [as_schedule(bridged) if bridged else best]
-    if ticks := rounds.pack(samples, limits, Lanes(pipeline=pipeline), cost):
-        raw.append(as_schedule(tick[0] if tick else () for tick in ticks))
-    max_rounds = joint.DEFAULT_EFFORT.polish_rounds
-    polish = lambda one: polished(one, cost, pipeline, max_rounds=max_rounds)
-    return min([best, *raw, *map(polish, raw)], key=time)
-
-
-def _lorafusion(
-    samples: Sequence[Sample], limits: Limits, pipeline: Pipeline, cost: CostModel
-) -> Schedule:
-    return lorafusion.pack(samples, limits, pipeline)
-
-
-_PACKERS: dict[str, Packer] = {
-    "joint": _joint,
-    "greedy": by_rounds,
-    "lorafusion": _lorafusion,
-}
+    n, pipeline = lanes.num_lanes, lanes.pipeline
+    if packer == "joint":
+        return whole.pack(samples, limits, pipeline, cost, num_lanes=n)
+    pack = get_packer(packer)
+    if n == 1:
+        return pack(samples, limits, pipeline, cost)
+    check_fits(samples, limits)
+    packed = pack(samples, limits, whole.far_apart(pipeline, n), cost)
+    ticks = whole.arrange(packed.microbatches, n, pipeline.distance)
+    microbatches = itertools.chain.from_iterable(balanced(ticks, n))
+    return Schedule(microbatches=tuple(microbatches), limits=limits)

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxlora.scheduler.algorithms import joint
 from jaxlora.scheduler.bounds import Bound, lower_bound
 from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes
+from jaxlora.scheduler.pack import whole
 from jaxlora.scheduler.simulate import Simulation, simulate
 from jaxlora.scheduler.types import Limits, Pipeline, Sample, Schedule
 
@@ -34,7 +34,7 @@ def plan(
     pipeline: Pipeline,
     cost: CostModel,
     *,
-    packer: Packer = joint.pack,
+    packer: Packer = whole.pack,
 ) -> Plan:
     """Packs samples and reports how good the schedule is.
 

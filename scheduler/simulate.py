@@ -137,23 +137,6 @@ def _pass_ends(
     return forward_end, backward_end
 
 
-def slowest_per_cycle(times: np.ndarray) -> np.ndarray:
-    """Returns the time of the slowest stage in each cycle.
-
-    In cycle t, stage s runs the forward and backward pass of microbatch t - s. The sum
-    over all cycles is an estimate of the makespan: it ranks schedules almost as the
-    simulation does, and a local change of a schedule only changes a few of its terms.
-
-    Args:
-        times: Time of the forward and backward pass together [stages, microbatches].
-    """
-    num_stages, num = times.shape
-    cycles = np.zeros((num_stages, num + num_stages - 1))
-    for s in range(num_stages):
-        cycles[s, s : s + num] = times[s]
-    return cycles.max(axis=0)
-
-
 def check_stages(cost: CostModel, pipeline: Pipeline) -> None:
     """Checks that the cost model is for the stages of the pipeline.
 

@@ -3,6 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Literal
+
+# How running jobs share microbatches: `together` lets all end at the same time, and
+# `equal` gives the same number of tokens to each.
+Pace = Literal["together", "equal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

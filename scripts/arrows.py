@@ -14,9 +14,10 @@ import graphlib
 import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+import networkx as nx
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 Graph = dict[str, set[str]]
-Group = frozenset[str]  # a package, or several that import each other
 PAGE = ROOT / "docs" / "design.md"
 MARKS = "<!-- arrows -->", "<!-- /arrows -->"  # before and after the picture
 _WIDTH = 24  # of the column of names; longer names move their arrow to the right
@@ -116,42 +117,23 @@ def picture(graph: Graph) -> str:
     is no arrow from a to c. Packages that import each other are joined by `<->`, and
     files with the same arrows share a line.
     """
-    below = {node: _reachable(graph, node) for node in graph}
-    groups = {n: frozenset({n} | {m for m in below[n] if n in below[m]}) for n in graph}
-    arrows = {g: _arrows(g, below, groups) for g in groups.values()}
-    heights: dict[Group, int] = {}
-    for group in graphlib.TopologicalSorter(arrows).static_order():
-        heights[group] = 1 + max((heights[g] for g in arrows[group]), default=-1)
+    edges = nx.DiGraph((a, b) for a, found in graph.items() for b in found)
+    edges.add_nodes_from(graph)
+    condensed = nx.condensation(edges)
+    reduced = nx.transitive_reduction(condensed)
+    members = nx.get_node_attributes(condensed, "members")
+    names = {node: " <-> ".join(sorted(found)) for node, found in members.items()}
     lines: dict[tuple[int, str], list[str]] = {}
-    for group, height in heights.items():
-        targets = ", ".join(sorted(_name(g) for g in arrows[group]))
-        lines.setdefault((-height, targets), []).append(_name(group))
+    for height, layer in enumerate(nx.topological_generations(condensed.reverse())):
+        for node in layer:
+            targets = ", ".join(sorted(names[other] for other in reduced[node]))
+            lines.setdefault((-height, targets), []).append(names[node])
     rows = [(-h, ", ".join(sorted(n)), t) for (h, t), n in lines.items()]
     rows.sort(key=lambda row: (-row[0], row[1]))
     width = min(_WIDTH, max(len(names) for _, names, _ in rows))
     shown = (f"{h:5}  {n:{width}}  -> {t}" if t else f"{h:5}  {n}" for h, n, t in rows)
     head = f"layer  {'part':{width}}     imports, without those that follow from others"
     return "\n".join([head, *shown])
-
-
-def _reachable(graph: Graph, start: str) -> set[str]:
-    found: set[str] = set()
-    waiting = {start}
-    while waiting:
-        waiting = set().union(*(graph[node] for node in waiting)) - found
-        found |= waiting
-    return found
-
-
-def _arrows(group: Group, below: Graph, groups: Mapping[str, Group]) -> set[Group]:
-    """Returns the groups below a group that no other group below it reaches."""
-    lower = set().union(*(below[node] for node in group)) - group
-    implied = set().union(*(below[node] - groups[node] for node in lower))
-    return {groups[node] for node in lower - implied}
-
-
-def _name(group: Group) -> str:
-    return " <-> ".join(sorted(group))
 
 
 def block() -> str:

@@ -32,8 +32,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links to the places that files have on the site; fills in the commands."""
+    """Turns links to places on the site, and fills in the commands.
+
+    The log is left out of the search.
+    """
     folder = pathlib.PurePosixPath(page.file.src_uri).parent
+    if folder.parts[:1] == ("log",):
+        page.meta["search"] = {"exclude": True}
     up = "../" * len(folder.parts)
     if folder.parts[:1] == ("examples",):
         markdown = markdown.replace(f"]({up}docs/", f"]({up}")

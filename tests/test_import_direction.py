@@ -11,12 +11,8 @@ MAY_IMPORT = {
     "sharding": set(),
     "scheduler": set(),
     "jaxlora": LEAVES,
-    "profile": LEAVES | {"jaxlora"},
-    "bench": LEAVES | {"jaxlora", "profile"},
-    "scripts": LEAVES | {"jaxlora", "profile", "bench"},
+    "scripts": LEAVES | {"jaxlora"},
 }
-# The command line starts benchmarks and measurements.
-ALSO = {"jaxlora.cli.bench": {"bench"}, "jaxlora.cli.profile": {"profile"}}
 LIBRARIES_NEVER_IN = {"scheduler": {"jax", "jaxlib", "flax"}}
 # jaxlora holds a link to each of these folders, by the name in front.
 LINKED = {path.name: path.resolve() for path in arrows.links()}
@@ -42,7 +38,7 @@ def test_import_direction(package):
     assert modules
     for module in modules:
         packages = {package_of(n) for n in arrows.imported_names(MODULES[module])}
-        allowed = MAY_IMPORT[package] | {package} | ALSO.get(module, set())
+        allowed = MAY_IMPORT[package] | {package}
         bad = packages & {*MAY_IMPORT, "tests"} - allowed
         bad |= packages & LIBRARIES_NEVER_IN.get(package, set())
         assert not bad, f"{module} must not import {sorted(bad)}"

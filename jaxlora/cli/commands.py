@@ -1,7 +1,6 @@
 """The commands, in the order in which `jaxlora --help` lists them."""
 
 from jaxlora.cli import (
-    bench,
     data,
     files,
     generate,
@@ -16,5 +15,5 @@ COMMANDS = (
     *(train.TRAIN, train.SWEEP, plan.COMMAND, data.COMMAND, inspect.STATUS),
     *(live.ADD, live.CLONE, live.STOP, live.PAUSE, live.RESUME, generate.COMMAND),
     *(files.MIGRATE, files.CONVERT, files.MERGE, files.EXPORT),
-    *(profile.COMMAND, bench.COMMAND, inspect.INSPECT),
+    *(profile.COMMAND, inspect.INSPECT),
 )

@@ -179,7 +179,7 @@ def _print_plan(config: "RunConfig", arguments: argparse.Namespace) -> None:
     from jaxlora.forecast import plan_run_groups
     from jaxlora.forecast.sweep_groups import NO_TIME, print_groups
     from jaxlora.plan.memory.gpu_share import take_free_gpus
-    from jaxlora.sweeps.configurations import print_configurations
+    from jaxlora.sweeps.files import print_configurations
 
     use_device(arguments)
     console = stdout()

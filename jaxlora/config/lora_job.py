@@ -128,7 +128,8 @@ class LoraJob(StrictModel):
             answers, in its own unit, or an equal one with such a decrease of the loss.
         keep_best: Export the weights of the best evaluation, not the last. Of equal
             ones it is the later.
-        priority: Waiting jobs of higher priority get a slot first; equal ones in the
+        priority: Jobs of higher priority come first: they fill microbatches before the
+            others, and waiting ones get a slot first; equal ones in the
             order in which they are given. See also `RunConfig.preempt`.
     """
 

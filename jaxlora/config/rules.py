@@ -197,6 +197,14 @@ def _samples(run: Any, wrong: Wrong) -> None:
             return
 
 
+def _pace(run: Any, wrong: Wrong) -> None:
+    if run.pace == "equal" and run.packer != "joint":
+        wrong["pace"] = (
+            f"packer {run.packer} takes as many batches of each job at once, so jobs "
+            "have no pace of their own. Leave pace out, or set packer: joint."
+        )
+
+
 def _pipeline(run: Any, wrong: Wrong) -> None:
     in_flight = run.pipeline_microbatches
     if in_flight is None or run.mesh == "auto":
@@ -251,6 +259,7 @@ OF_A_RUN: tuple[Rules, ...] = (
     _job_names,
     _microbatches,
     _samples,
+    _pace,
     _pipeline,
     _sweep,
     copies_follow_their_jobs,

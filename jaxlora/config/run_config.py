@@ -25,12 +25,13 @@ from jaxlora.config.strict import (
     OutputPath,
     PositiveFloat,
     PositiveInt,
+    Share,
     Texts,
     Tokens,
 )
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.problems import Source, problems_of, settings_error
-from jaxlora.scheduler import Limits, PackerName
+from jaxlora.scheduler import Limits, Pace, PackerName
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
 
@@ -61,6 +62,11 @@ class RunConfig(BaseSettings):
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
             next batch of a job starts that much later.
+        padding_share: Time of a row of padding, as a share of that of a token, by which
+            the microbatches of meshes with stages are packed. Smaller ones then begin
+            and end what runs alone, so that the pipeline fills and drains faster. With
+            1, microbatches are as few as possible. `auto` takes the share that
+            `jaxlora profile` measured, or that of the kernels.
         network_gbits: Gigabits per second, in each direction, between a host and all
             others, for `mesh: auto` on several hosts; None: by the data sheet of the
             machine that the GPU is usually sold in.
@@ -99,6 +105,11 @@ class RunConfig(BaseSettings):
         preempt: Whether a waiting job takes the slot of a running job of strictly lower
             priority, after that job's current global batch. The paused job keeps its
             whole state and continues when a slot is free, so no work is lost.
+        pace: How running jobs of the same priority share microbatches: `together` lets
+            them end at the same time, `equal` gives the same number of tokens to each.
+            `auto` is `equal`, but `together` for a sweep, whose configurations wait for
+            each other, and where one job alone would leave devices idle: with pipeline
+            stages or `replicas`.
         packer: Packing algorithm: `joint` packs all jobs in one stream, without a
             break; `greedy` packs one step of every job at a time; `lorafusion` is
             LoRAFusion's algorithm.
@@ -137,6 +148,7 @@ class RunConfig(BaseSettings):
         Literal["auto"] | Annotated[tuple[ReplicaConfig, ...], AtLeastOne] | None
     ) = None
     pipeline_microbatches: PositiveInt | None = None
+    padding_share: Share | Literal["auto"] = "auto"
     network_gbits: PositiveFloat | None = None
     microbatch_tokens: Tokens | Literal["auto"] = "auto"
     microbatch_shapes: tuple[Tokens, ...] = ()
@@ -149,6 +161,7 @@ class RunConfig(BaseSettings):
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
     window_steps: PositiveInt = 4
     preempt: Bool = True
+    pace: Literal["auto"] | Pace = "auto"
     packer: PackerName = "joint"
     checkpoint_every: PositiveInt | None = 50
     keep_checkpoints: PositiveInt = 2
@@ -226,6 +239,15 @@ class RunConfig(BaseSettings):
         """Number of devices that the run uses; `mesh` must not be `auto`."""
         each = [one.tensor for one in self.replica_shapes]
         return sum(each) or self.mesh_sizes.num_devices
+
+    @property
+    def settled_pace(self) -> Pace:
+        """The pace of running jobs; `mesh` must not be `auto`."""
+        if self.pace != "auto":
+            return self.pace
+        is_pipeline = self.mesh_sizes.stage > 1 or self.replicas is not None
+        needs_company = is_pipeline or self.packer != "joint"
+        return "together" if needs_company or self.sweep is not None else "equal"
 
     @property
     def may_gather(self) -> bool:

@@ -102,6 +102,7 @@ Indices = Annotated[tuple[NonNegativeInt, ...], OneOrMore]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
+Share = Annotated[float, Field(gt=0.0, le=1.0), Number]
 
 
 class StrictModel(pydantic.BaseModel):

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jaxlora.errors import ConfigError, FuseError
 from jaxlora.fuse.backend import check_implementation
-from jaxlora.fuse.regions.measure import Stopwatch
+from jaxlora.fuse.measure import Stopwatch
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -58,17 +58,18 @@ def fuse[**P, R](
     branches `s * (x @ a) @ b` of the same x is computed by
     `pallas_kernels.multi_lora_linears`, however it is written, also inside scans,
     rematerialized functions and other calls, before or after `jax.grad`. If x is made
-    by a norm or a gate, its kernel can also compute `x @ a`, and does where this was
-    measured to be faster. The rest of the function stays as it is, to the bit. The
-    result can be given to `jax.jit` and `jax.grad`, and has the gradients of the
-    original with respect to every argument. It cannot be differentiated in forward
-    mode.
+    by a norm or a gate, and the function draws dropout masks for its linears, the
+    kernel of the norm or gate computes `x @ a` too. The rest of the function stays as
+    it is, to the bit. The result can be given to `jax.jit` and `jax.grad`, and has the
+    gradients of the original with respect to every argument. It cannot be
+    differentiated in forward mode.
 
     Args:
         fn: A pure function of pytrees. Leaves that are neither arrays nor Python
             floats are constants; so are floats, if the function's code reads their
             values.
-        strict: Whether it is an error if nothing is fused.
+        strict: Whether it is an error if nothing is fused, or if products with the
+            shape of an adapter, `(x @ a) @ b`, are in no linear that was found.
         frozen: Positions or names of arguments whose gradients are zero, because the
             caller does not need them. By default, a gradient is computed where it is
             asked for.
@@ -76,21 +77,19 @@ def fuse[**P, R](
             linear on this device. With `auto`, linears that would be slower in its
             kernels stay as they are; `jaxlora.explain` says which and why.
         measure_seconds: Time to spend on measuring, in all, compiling included: when a
-            call is traced, the best ways to compute each region of linears, norms and
-            gates are compiled, several at the same time, and timed on this device one
-            by one, beside XLA's, and the fastest is taken. Times are kept in the user's
-            cache, and used again. With 0, only kept times are used.
-            None: the prediction decides, and times that come with the package for some
-            regions on this kind of device, so all such machines take the same kernels.
-            Under `auto`, norms and gates of other regions stay as they are.
+            call is traced, the ways to compute each linear, with the norm and gate
+            around it, are compiled, several at the same time, and timed on this device
+            one by one, beside XLA's, and the fastest is taken. Times hold for the
+            function that `fuse` returns and are not kept. None: the prediction
+            decides, so all machines of one kind take the same kernels.
 
     Raises:
-        ConfigError: The implementation is unknown, `measure_seconds` is negative or not
-            finite, or the function has no argument of a name or position in `frozen`.
-            When the function is called: `measure_seconds` is set, and there are several
-            processes.
+        ConfigError: The implementation is unknown, `measure_seconds` is not above 0 or
+            not finite, or the function has no argument of a name or position in
+            `frozen`. When the function is called: `measure_seconds` is set, and there
+            are several processes.
         FuseError: When the function is called: it has side effects, or `strict` is
-            set and nothing is fused.
+            set and nothing is fused or an adapter is not found.
     """
     check_implementation(implementation)
     options = FuseOptions(implementation, _stopwatch(measure_seconds))
@@ -122,9 +121,9 @@ def fuse[**P, R](
     def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         args, kwargs = _stop_gradients(args, kwargs, stopped)
         program, arrays = traced(args, kwargs)
+        if strict:
+            _check_all_found(fn, program.rewritten)
         if not program.rewritten.sites:
-            if strict:
-                raise FuseError(_nothing_found(fn, program.rewritten))
             return fn(*args, **kwargs)
         results = core.jaxpr_as_fun(program.rewritten.jaxpr)(*arrays)
         return jax.tree.unflatten(program.out_tree, results)
@@ -135,11 +134,11 @@ def fuse[**P, R](
 
 @dataclasses.dataclass(frozen=True)
 class FuseOptions:
-    """How the regions of a function are chosen.
+    """How a function is fused.
 
     Attributes:
         implementation: Name of a back end, or `auto`.
-        stopwatch: Times the regions; None: the prediction chooses.
+        stopwatch: Measures times; None: the prediction and the rule decide.
     """
 
     implementation: str = "auto"
@@ -160,10 +159,10 @@ def options_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], FuseOptions]
 def _stopwatch(measure_seconds: float | None) -> Stopwatch | None:
     if measure_seconds is None:
         return None
-    if not 0 <= measure_seconds < float("inf"):
+    if not 0 < measure_seconds < float("inf"):
         raise ConfigError(
             f"measure_seconds={measure_seconds} is no time to spend. Use a number of "
-            "seconds, 0 to use kept times only, or None to measure nothing."
+            "seconds above 0, or None to measure nothing."
         )
     return Stopwatch(measure_seconds)
 
@@ -342,17 +341,33 @@ def _stop_gradient(leaf: Any) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
+def _check_all_found(fn: Callable[..., Any], rewritten: Rewritten) -> None:
+    """Raises FuseError if nothing is fused, or if an adapter is in no linear."""
+    if not rewritten.sites:
+        raise FuseError(_nothing_found(fn, rewritten))
+    missed = [(r.location, r.reason) for r in rewritten.refusals if r.is_adapter]
+    if missed:
+        raise FuseError(
+            f"{_name(fn)} has products with the shape of an adapter that are not "
+            "fused. Use strict=False to run them as they are. Near misses:"
+            f"{_lines(missed)}"
+        )
+
+
+def _lines(reasons: Iterable[tuple[str, str]]) -> str:
+    distinct = dict.fromkeys(reasons)
+    return "".join(f"\n  {location}: {reason}" for location, reason in distinct)
+
+
 def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
     reasons = [(r.location, r.reason) for r in rewritten.refusals]
     reasons += [
-        (site.location, choice.reason)
+        (choice.site.location, choice.reason)
         for choice in rewritten.choices
-        for site in choice.declined
+        if choice.part is None
     ]
-    distinct = dict.fromkeys(reasons)
-    lines = "".join(f"\n  {location}: {reason}" for location, reason in distinct)
     near = (
-        f"Near misses:{lines}"
+        f"Near misses:{_lines(reasons)}"
         if reasons
         else "No sum comes near x @ w + s * (x @ a) @ b; docs/fuse.md lists what is "
         "found and what is refused."

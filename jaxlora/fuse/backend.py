@@ -68,7 +68,7 @@ def choose_backend(
                 "call jaxlora.fuse inside jax.shard_map"
             )
             continue
-        if precision != lax.Precision.DEFAULT and not backend.stores_masks:
+        if precision != lax.Precision.DEFAULT and not backend.is_plain:
             reasons.append(
                 f"{backend.name} computes products at default precision, and "
                 f"precision={precision.name} is asked for"

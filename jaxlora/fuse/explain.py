@@ -13,20 +13,11 @@ from rich.table import Table
 
 from jaxlora.common.console import literal, show
 from jaxlora.fuse.api import options_of, trace_call
-from jaxlora.fuse.picture import Bars, save_picture
-from jaxlora.fuse.predict.cost import Cost, Decision, decide, graph_cost
-from jaxlora.fuse.predict.graph import data_flow, inner_jaxprs
-from jaxlora.fuse.predict.kernel_rates import describe_device
-from jaxlora.fuse.predict.site_shape import SiteShape
-from jaxlora.fuse.regions.candidates import (
-    PassCosts,
-    Plan,
-    best_plans,
-    candidates_of,
-)
-from jaxlora.fuse.regions.choose import Choice
+from jaxlora.fuse.cost import Cost, Decision, decide
+from jaxlora.fuse.device_rates import describe_device
 from jaxlora.fuse.rewrite import Rewritten
 from jaxlora.fuse.site import Refusal
+from jaxlora.fuse.site_shape import SiteShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +29,11 @@ class ExplainedSite:
         path: Names of the primitives around it, outermost first.
         shape: Its sizes.
         runs: How often it runs in a call of the function.
-        decision: Whether it is fused and why, with its predicted costs.
+        decision: Whether it is fused and why, with the predicted costs of its linears.
+        computed_by: The call of the kernels: `kernels`, or the `producer` or `gate`
+            that it computes too; `xla` if it is not fused.
+        input_refusal: Why kernels cannot compute the norm or gate that makes its input;
+            None: they can, or there is none.
     """
 
     location: str
@@ -46,45 +41,8 @@ class ExplainedSite:
     shape: SiteShape
     runs: float
     decision: Decision
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExplainedRegion:
-    """Sites that row-wise functions connect, and how they are computed.
-
-    Attributes:
-        locations: File, line and function of the code that made each site.
-        calls: The calls of the kernels, with the sites' numbers among `locations`, or
-            `xla`.
-        runs: How often it runs in a call of the function.
-        before: Predicted cost as XLA compiles it, with the functions.
-        after: Predicted cost as it is computed.
-        seconds: Measured times of both passes by `calls`; empty: nothing was measured.
-        reason: Why it is computed so, as a clause without a full stop.
-        refusals: Why kernels cannot compute what makes the input of a site, by its
-            location.
-    """
-
-    locations: tuple[str, ...]
-    calls: str
-    runs: float
-    before: PassCosts
-    after: PassCosts
-    seconds: dict[str, float]
-    reason: str
-    refusals: tuple[tuple[str, str], ...]
-
-    @property
-    def measured(self) -> tuple[float, float] | None:
-        """Measured seconds as XLA compiles it, and as it is computed."""
-        if "xla" not in self.seconds or self.calls not in self.seconds:
-            return None
-        return self.seconds["xla"], self.seconds[self.calls]
-
-    @property
-    def name(self) -> str:
-        """The places of its sites."""
-        return " + ".join(map(_short, self.locations))
+    computed_by: str
+    input_refusal: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,18 +58,12 @@ class Explanation:
     Attributes:
         device: Name of the device for which times are predicted.
         sites: The low-rank branches that were found.
-        regions: The sites with the row-wise functions around them.
         refusals: Sums that are almost one, and why they are left as they are.
-        before: Predicted cost of a call of the function as XLA compiles it.
-        after: Predicted cost with the fused sites in the kernels.
     """
 
     device: str
     sites: tuple[ExplainedSite, ...]
-    regions: tuple[ExplainedRegion, ...]
     refusals: tuple[Refusal, ...]
-    before: Cost
-    after: Cost
 
     @property
     def num_fused(self) -> int:
@@ -119,27 +71,18 @@ class Explanation:
         return sum(site.decision.fused for site in self.sites)
 
     @property
-    def training_before(self) -> Cost:
-        """Cost of both passes of all regions as XLA compiles them."""
-        return sum((r.before.both * r.runs for r in self.regions), Cost())
+    def before(self) -> Cost:
+        """Predicted cost of both passes of all sites as XLA compiles them."""
+        return sum((site.decision.before * site.runs for site in self.sites), Cost())
 
     @property
-    def training_after(self) -> Cost:
-        """Cost of both passes of all regions as they are computed."""
-        return sum((r.after.both * r.runs for r in self.regions), Cost())
-
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes a picture of the regions with their predicted and measured times.
-
-        Args:
-            path: The file; its suffix, `.svg` or `.png`, is the format.
-
-        Raises:
-            StorageError: The suffix is another one, or the file cannot be written.
-        """
-        bars = [_bars(region, runs) for region, runs in _alike(self.regions)]
-        device = describe_device(self.device).title
-        save_picture(bars, f"Regions, for {device}", path)
+    def after(self) -> Cost:
+        """Predicted cost of both passes of all sites, with those fused in kernels."""
+        each = (
+            (s.decision.after if s.decision.fused else s.decision.before) * s.runs
+            for s in self.sites
+        )
+        return sum(each, Cost())
 
     def __str__(self) -> str:
         width = shutil.get_terminal_size((100, 24)).columns
@@ -156,20 +99,17 @@ class Explanation:
         if self.sites:
             yield _site_table(self.sites)
             yield from _by_reason(map(_reason, self.sites))
-        if any(_is_shown(region) for region in self.regions):
-            yield _region_table(self.regions)
         yield from _by_reason(
-            ("input by XLA", reason, location)
-            for region in self.regions
-            for location, reason in region.refusals
+            ("input by XLA", site.input_refusal, site.location)
+            for site in self.sites
+            if site.input_refusal is not None
         )
         yield from _by_reason(
             ("near miss", r.reason, r.location) for r in self.refusals
         )
-        yield f"the function: {_change(self.before, self.after)}"
         if self.sites:
-            both = _change(self.training_before, self.training_after)
-            yield f"all regions, forward and backward: {both}"
+            both = _change(self.before, self.after)
+            yield f"all sites, forward and backward: {both}"
 
 
 def explain[**P](
@@ -202,69 +142,50 @@ def explain_sites(
         found: What was found in it and in its inner jaxprs.
         device: JAX's `device_kind`; None: the present device.
     """
-    described = describe_device(device)
-    runs = {_identity(inner): count for inner, count in inner_jaxprs(jaxpr)}
-    sites: list[ExplainedSite] = []
-    regions: list[ExplainedRegion] = []
+    runs = dict(_runs_of(jaxpr))
+    sites = []
     for choice in found.choices:
-        count = runs.get(_identity(choice.region.sites[0].jaxpr), 1.0)
-        sites += _explained_sites(choice, count, device)
-        regions.append(_explained_region(choice, count, device))
-    before = graph_cost(data_flow(jaxpr), described)
-    saved = sum(
-        ((r.before.forward + r.after.forward * -1.0) * r.runs for r in regions), Cost()
-    )
-    return Explanation(
-        device=described.name,
-        sites=tuple(sites),
-        regions=tuple(regions),
-        refusals=found.refusals,
-        before=before,
-        after=before + saved * -1.0,
-    )
-
-
-def _explained_sites(
-    choice: Choice, runs: float, device: str | None
-) -> Iterator[ExplainedSite]:
-    """Explains the sites of a region, those that are fused first."""
-    fused = [site for part in choice.plan.parts for site in part.sites]
-    for site in (*fused, *choice.declined):
+        site, part = choice.site, choice.part
         decision = decide(site, device)
         if device is None:
             decision = dataclasses.replace(
-                decision, fused=site in fused, reason=choice.reason
+                decision, fused=part is not None, reason=choice.reason
             )
-        yield ExplainedSite(
-            location=site.location,
-            path=site.path,
-            shape=SiteShape.of(site),
-            runs=runs,
-            decision=decision,
+        sites.append(
+            ExplainedSite(
+                location=site.location,
+                path=site.path,
+                shape=SiteShape.of(site),
+                runs=runs.get(_identity(site.jaxpr), 1.0),
+                decision=decision,
+                computed_by="xla" if part is None else part.name,
+                input_refusal=choice.refusal,
+            )
         )
-
-
-def _explained_region(
-    choice: Choice, runs: float, device: str | None
-) -> ExplainedRegion:
-    region, plan, plain = choice.region, choice.plan, choice.plain
-    if device is not None:
-        candidates = candidates_of(region, device)
-        plain = Plan(candidates=tuple(c for c in candidates if c.part is None))
-        (plan,) = best_plans(candidates, 1)
-    places = [site.location for site in region.sites]
-    return ExplainedRegion(
-        locations=tuple(places),
-        calls=plan.name,
-        runs=runs,
-        before=plain.cost,
-        after=plan.cost,
-        seconds=choice.seconds,
-        reason=choice.reason,
-        refusals=tuple(
-            (places[number], reason) for number, reason in region.refusals.items()
-        ),
+    return Explanation(
+        device=describe_device(device).name,
+        sites=tuple(sites),
+        refusals=found.refusals,
     )
+
+
+def _runs_of(jaxpr: core.Jaxpr, runs: float = 1.0) -> Iterator[tuple[Any, float]]:
+    """Yields what identifies a jaxpr and all jaxprs in it, and how often each runs.
+
+    A branch of a conditional counts as a fraction of a run, and a loop of unknown
+    length as one.
+    """
+    yield _identity(jaxpr), runs
+    for eqn in jaxpr.eqns:
+        inner = [
+            one
+            for value in eqn.params.values()
+            for one in (value if isinstance(value, tuple | list) else [value])
+            if isinstance(one, core.Jaxpr)
+        ]
+        count = {"scan": eqn.params.get("length"), "cond": 1 / max(len(inner), 1)}
+        for one in inner:
+            yield from _runs_of(one, runs * (count.get(eqn.primitive.name) or 1.0))
 
 
 def _identity(jaxpr: core.Jaxpr) -> tuple[int, ...]:
@@ -281,16 +202,17 @@ def _site_table(sites: Sequence[ExplainedSite]) -> Table:
         table.add_column(head, justify="right")
     alike: dict[Any, float] = {}
     for site in sites:
-        key = _short(site.location), site.shape, site.decision
+        fused = site.computed_by if site.decision.fused else "no"
+        key = _short(site.location), site.shape, site.decision, fused
         alike[key] = alike.get(key, 0.0) + site.runs
-    for (location, shape, decision), runs in alike.items():
+    for (location, shape, decision, fused), runs in alike.items():
         widths = "+".join(map(str, shape.out_features))
         ranks = "+".join(map(str, dict.fromkeys(shape.ranks)))
         cells = (
             location,
             f"{shape.tokens} x {shape.in_features} x {widths}",
             f"{shape.adapters} of rank {ranks}",
-            "yes" if decision.fused else "no",
+            {"kernels": "yes", "xla": "yes"}.get(fused, fused),
             f"{runs:g}",
             _times(decision.before, decision.after),
             _megabytes(decision.before, decision.after),
@@ -313,51 +235,6 @@ def _by_reason(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
         counts = collections.Counter(names)
         each = (p if n == 1 else f"{p} ({n} times)" for p, n in counts.items())
         yield f"{what}, {', '.join(each)}: {reason}"
-
-
-def _is_shown(region: ExplainedRegion) -> bool:
-    """Tells whether a region is more than a site that was predicted."""
-    return bool(region.seconds) or region.calls not in ("xla", "kernels(0)")
-
-
-def _alike(
-    regions: Sequence[ExplainedRegion],
-) -> list[tuple[ExplainedRegion, float]]:
-    """Returns a region of each kind, and how often regions of the kind run."""
-    first: dict[Any, ExplainedRegion] = {}
-    runs: collections.Counter[Any] = collections.Counter()
-    for region in regions:
-        key = region.name, region.calls, region.before, region.after
-        first.setdefault(key, region)
-        runs[key] += region.runs  # pyrefly: ignore
-    return [(region, runs[key]) for key, region in first.items()]
-
-
-def _region_table(regions: Sequence[ExplainedRegion]) -> Table:
-    """Makes a table of the regions, with one row for those that are alike."""
-    table = Table(box=None, pad_edge=False)
-    for head in ("region", "calls of kernels"):
-        table.add_column(head)
-    for head in ("predicted", "measured", "MB"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for region, _ in _alike(regions):
-        both = region.before.both, region.after.both
-        measured = region.measured
-        times = "" if measured is None else _change_of_times(*measured)
-        cells = region.name, region.calls, _times(*both), times, _megabytes(*both)
-        table.add_row(*map(literal, cells))
-    return table
-
-
-def _bars(region: ExplainedRegion, runs: float) -> Bars:
-    seconds = {
-        "XLA, predicted": region.before.both.seconds,
-        "chosen, predicted": region.after.both.seconds,
-    }
-    if region.measured is not None:
-        seconds["XLA, measured"], seconds["chosen, measured"] = region.measured
-    times = "" if runs == 1 else f", {runs:g} times"
-    return Bars(f"{region.name}\n{region.calls}{times}", seconds)
 
 
 def _times(before: Cost, after: Cost) -> str:

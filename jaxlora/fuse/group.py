@@ -4,23 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend import core
-
 from jaxlora.fuse.kernel_call import inputs_of
 from jaxlora.fuse.site import Index, Site
 
 
 def group_sites(sites: Sequence[Site]) -> tuple[Site, ...]:
     """Joins sites of one jaxpr that have the same x and do not depend on each other."""
-    if not sites:
-        return ()
-    maker = _makers(sites[0].jaxpr)
     groups: list[Site] = []
     by_input: dict[Any, list[int]] = {}
     for site in sites:
         places = by_input.setdefault(site.x.var, [])
         for place in places:
-            joined = _join(groups[place], site, maker)
+            joined = _join(groups[place], site)
             if joined is not None:
                 groups[place] = joined
                 break
@@ -35,12 +30,12 @@ def ungroup(site: Site) -> tuple[Site, ...]:
     return tuple(dataclasses.replace(site, projections=(p,)) for p in site.projections)
 
 
-def _join(first: Site, second: Site, maker: dict[Any, int]) -> Site | None:
+def _join(first: Site, second: Site) -> Site | None:
     """Returns both sites as one, or None if one call cannot compute them."""
     names = _same_roles(first, second)
     if names is None or _kind(first) != _kind(second):
         return None
-    if _depends(second, first, maker):
+    if first.graph.depends(inputs_of(second), {p.root for p in first.projections}):
         return None
     projections = tuple(_rename(p, names) for p in second.projections)
     return dataclasses.replace(
@@ -91,25 +86,3 @@ def _rename(value: Any, names: dict[Index, Index]) -> Any:
 def _rename_index(value: Any, names: dict[Index, Index]) -> Any:
     # All tuples of int hold indices.
     return names.get(value, value) if type(value) is int else _rename(value, names)
-
-
-def _depends(second: Site, first: Site, maker: dict[Any, int]) -> bool:
-    """Tells whether a site reads a value that is computed from another's result."""
-    roots = {p.root for p in first.projections}
-    earliest = min(maker[root] for root in roots)
-    todo, seen = list(inputs_of(second)), set()
-    while todo:
-        var = todo.pop()
-        if var in roots:
-            return True
-        number = maker.get(var, -1)
-        if number <= earliest or number in seen:
-            continue
-        seen.add(number)
-        eqn = first.jaxpr.eqns[number]
-        todo += [v for v in eqn.invars if isinstance(v, core.Var)]
-    return False
-
-
-def _makers(jaxpr: core.Jaxpr) -> dict[Any, int]:
-    return {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend import core
 
 from jaxlora.fuse.rows import make_rows, value_of
@@ -236,7 +237,11 @@ class SiteCall:
         order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
         y = y.reshape(self._shape(order))
         wanted = [i for dim in p.root_dims for i in dim]
-        y = y.transpose([order.index(i) for i in wanted])
+        held = [i for i in wanted if i in order]
+        y = y.transpose([order.index(i) for i in held])
+        if len(held) < len(wanted):
+            y = y.reshape([site.sizes[i] if i in held else 1 for i in wanted])
+            y = jnp.broadcast_to(y, self._shape(wanted))
         if p.scales or p.rest:
             y = y.astype(jnp.float32)
         for scale in p.scales:
@@ -276,8 +281,8 @@ def linear_outputs(
         s_names=site.names.of_s,
         implementation=site.implementation,
     )
-    attach = with_frozen_gradients(w_transposed, site.precision)
-    return [attach(y, x, p.w, p.bias) for y, p in zip(ys, projections, strict=True)]
+    attach = _with_linear_gradients(w_transposed, site.precision)
+    return [attach(y, (p.w, p.bias), x) for y, p in zip(ys, projections, strict=True)]
 
 
 def _times(value: jax.Array, number: float) -> jax.Array:
@@ -285,50 +290,55 @@ def _times(value: jax.Array, number: float) -> jax.Array:
 
 
 @functools.cache
-def with_frozen_gradients(
-    w_transposed: bool, precision: lax.Precision = lax.Precision.DEFAULT
+def _with_linear_gradients(
+    w_transposed: bool, precision: lax.Precision
 ) -> Callable[..., jax.Array]:
-    """Returns a function that gives a linear's result the gradients of w and bias.
+    """Returns a function that gives y the gradients of (w, bias), from x."""
 
-    The kernels take w and bias as frozen. The function returns y, and the gradients of
-    w and bias are computed only where they are asked for.
+    def pull(frozen, x, dy):
+        w, bias = frozen
+        spec = "tn,tk->nk" if w_transposed else "tk,tn->kn"
+        dw = jnp.einsum(
+            spec,
+            *((dy, x) if w_transposed else (x, dy)),
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        if bias is None:
+            return dw.astype(w.dtype), None
+        dbias = dy.sum(axis=0, dtype=jnp.float32).astype(bias.dtype)
+        return dw.astype(w.dtype), dbias
+
+    return with_frozen_gradients(pull)
+
+
+def with_frozen_gradients(pull: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Returns a function that gives a result the gradients of frozen arrays.
+
+    The kernels take weights and biases as frozen. The function takes the result, the
+    frozen arrays and the others, and returns the result. The gradients of the frozen
+    arrays are computed only where one is asked for; the others get none here.
+
+    Args:
+        pull: Computes the gradients of the frozen arrays, from the frozen arrays, the
+            others, and the gradient of the result.
     """
 
     @jax.custom_vjp
-    def attach(y, x, w, bias):
+    def attach(y, frozen, rest):
         return y
 
-    def forward(y, x, w, bias):
-        is_trained = w.perturbed
-        wanted = (x.value if is_trained else None, _likes(w), _likes(bias))
-        return y.value, wanted
+    def forward(y, frozen, rest):
+        is_trained = any(leaf.perturbed for leaf in jax.tree.leaves(frozen))
+        values = custom_vjp_primal_tree_values((frozen, rest))
+        return y.value, values if is_trained else None
 
     def backward(residuals, dy):
-        x, w, bias = residuals
         if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-            return None, None, None, None
-        dw = None
-        if x is not None:
-            spec = "tn,tk->nk" if w_transposed else "tk,tn->kn"
-            operands = (dy, x) if w_transposed else (x, dy)
-            dw = jnp.einsum(
-                spec,
-                *operands,
-                preferred_element_type=jnp.float32,
-                precision=precision,
-            )
-            dw = dw.astype(w.dtype)
-        dbias = None
-        if bias is not None:
-            dbias = dy.sum(axis=0, dtype=jnp.float32).astype(bias.dtype)
-        return dy, None, dw, dbias
+            return None, None, None
+        if residuals is None:
+            return dy, None, None
+        return dy, pull(*residuals, dy), None
 
     attach.defvjp(forward, backward, symbolic_zeros=True)
     return attach
-
-
-def _likes(primal: Any) -> jax.Array | None:
-    """Returns an empty array of a primal's dtype; None if it is not perturbed."""
-    if primal is None or not primal.perturbed:
-        return None
-    return jnp.zeros((0,), primal.value.dtype)

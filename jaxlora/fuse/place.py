@@ -2,23 +2,22 @@
 
 import bisect
 import dataclasses
-import heapq
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import networkx as nx
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.regions.call import part_call
-from jaxlora.fuse.regions.choose import Choice
-from jaxlora.fuse.regions.part import Part
-from jaxlora.fuse.regions.row_expression import RowExpression
+from jaxlora.fuse.part_call import part_call
+from jaxlora.fuse.producers import Part
+from jaxlora.fuse.row_program import RowExpression
 from jaxlora.fuse.site import Index
 from jaxlora.fuse.trace import Call, Opened
 
 # Fields of a part that say where it is.
-_PLACE = ("path", "location", "jaxpr", "equations", "sizes", "products")
+_PLACE = ("path", "location", "graph", "equations", "sizes", "products")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,23 +129,15 @@ class Placed:
             return False
         return call.start <= self.number_of[atom] < call.stop
 
-    def without_bodies(self, choice: Choice) -> Choice | None:
-        """Returns a choice without what is found again in the bodies of kept calls."""
+    def is_in_body(self, variables: Sequence[Any]) -> bool:
+        """Returns whether bodies of kept calls compute all of some variables again."""
 
-        def is_left(var: Any) -> bool:
+        def is_within(var: Any) -> bool:
             number = self.number_of.get(var, -1)
             place = bisect.bisect(self.calls, number, key=lambda call: call.start)
             return place > 0 and self._is_within(var, self.calls[place - 1])
 
-        kept = tuple(
-            c
-            for c in choice.plan.candidates
-            if not all(map(is_left, choice.region.results_of(c.elements)))
-        )
-        if not any(kind == "site" for c in kept for kind, _ in c.elements):
-            return None
-        plan = dataclasses.replace(choice.plan, candidates=kept)
-        return dataclasses.replace(choice, plan=plan)
+        return all(map(is_within, variables))
 
     def _is_inside(self, part: Part, call: Call) -> bool:
         return all(self._is_within(out, call) for out in part.outputs) and all(
@@ -162,48 +153,25 @@ def place_parts(
     None: parts depend on each other.
     """
     placed = Placed(opened, parts, added)
-    needed = _needed(placed.nodes, placed.results)
-    nodes = _sorted(needed)
-    return (placed, nodes) if len(nodes) == len(needed) else None
-
-
-def _needed(nodes: Sequence[Node], results: Sequence[Any]) -> list[Node]:
-    """Returns the nodes on which the results depend."""
-    maker = {v: node for node in nodes for v in node.outputs}
-    todo = [v for v in results if isinstance(v, core.Var)]
-    kept: dict[int, Node] = {}
-    while todo:
-        node = maker.get(todo.pop())
-        if node is None or id(node) in kept:
-            continue
-        kept[id(node)] = node
-        todo += node.inputs
-    return list(kept.values())
-
-
-def _sorted(nodes: Sequence[Node]) -> list[Node]:
-    """Sorts nodes so that each comes after those that it reads.
-
-    Nodes that depend on each other are left out.
-    """
-    maker = {v: node for node in nodes for v in node.outputs}
-    waits, readers = {}, {}
-    for node in nodes:
-        before = {id(maker[v]) for v in node.inputs if v in maker}
-        waits[id(node)] = len(before)
-        for other in before:
-            readers.setdefault(other, []).append(node)
-    ready = [(n.order, i, n) for i, n in enumerate(nodes) if not waits[id(n)]]
-    heapq.heapify(ready)
-    done: list[Node] = []
-    while ready:
-        *_, node = heapq.heappop(ready)
-        done.append(node)
-        for reader in readers.get(id(node), ()):
-            waits[id(reader)] -= 1
-            if not waits[id(reader)]:
-                heapq.heappush(ready, (reader.order, len(nodes) + len(done), reader))
-    return done
+    graph: nx.DiGraph = nx.DiGraph()
+    graph.add_nodes_from(range(len(placed.nodes)))
+    maker = {v: i for i, node in enumerate(placed.nodes) for v in node.outputs}
+    graph.add_edges_from(
+        (maker[v], i)
+        for i, node in enumerate(placed.nodes)
+        for v in node.inputs
+        if v in maker
+    )
+    results = (v for v in placed.results if isinstance(v, core.Var))
+    wanted = {maker[v] for v in results if v in maker}
+    layers = nx.bfs_layers(graph.reverse(copy=False), wanted) if wanted else []
+    needed = graph.subgraph(i for layer in layers for i in layer).copy()
+    if not nx.is_directed_acyclic_graph(needed):
+        return None
+    in_order = nx.lexicographical_topological_sort(
+        needed, key=lambda i: (placed.nodes[i].order, i)
+    )
+    return placed, [placed.nodes[i] for i in in_order]
 
 
 def part_equations(
@@ -218,7 +186,7 @@ def part_equations(
     """
     inputs = part.inputs
     context = placed.maker(part.outputs[0]).ctx
-    key = _signature(part), context.cur_abstract_mesh
+    key = signature(part), context.cur_abstract_mesh
     if key not in traces:
         # As a call of jit, the kernels' own gradient also runs in an eager shard_map.
         call = jax.jit(part_call(part))
@@ -246,7 +214,7 @@ def _renamed(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterable[Any]:
         )
 
 
-def _signature(part: Part) -> Hashable:
+def signature(part: Part) -> Hashable:
     """Describes a part without its place, its variables and the names of its indices.
 
     Calls of parts with equal signatures differ only in their variables, such as those

@@ -1,4 +1,4 @@
-"""Replaces the regions of a jaxpr, and of those inside it, by calls of the kernels."""
+"""Replaces the sites of a jaxpr, and of those inside it, by calls of the kernels."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -7,13 +7,12 @@ from typing import Any
 import jax
 from jax.extend import core, linear_util
 
+from jaxlora.fuse.choose import Choice, Chooser
 from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.linears.match import find_sites
+from jaxlora.fuse.measure import Stopwatch
 from jaxlora.fuse.place import part_equations, place_parts
-from jaxlora.fuse.regions.choose import Choice, Chooser
-from jaxlora.fuse.regions.measure import Stopwatch
-from jaxlora.fuse.regions.part import Part, Region, find_regions
-from jaxlora.fuse.regions.programs import region_program
+from jaxlora.fuse.producers import Part
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import Opened, open_calls
 from jaxlora.pallas_kernels import LINEAR_RESULTS
@@ -40,7 +39,7 @@ class Rewritten:
     Attributes:
         jaxpr: The new jaxpr; the old one itself if it has no sites.
         refusals: The near misses.
-        choices: How its regions and those of the jaxprs inside it are computed.
+        choices: How its sites and those of the jaxprs inside it are computed.
     """
 
     jaxpr: core.Jaxpr
@@ -50,13 +49,12 @@ class Rewritten:
     @property
     def sites(self) -> tuple[Site, ...]:
         """The sites that are replaced."""
-        parts = (part for choice in self.choices for part in choice.plan.parts)
-        return tuple(site for part in parts for site in part.sites)
+        return tuple(c.site for c in self.choices if c.part is not None)
 
     @property
     def declined(self) -> tuple[Site, ...]:
         """The sites that are left as they are, because the kernels would be slower."""
-        return tuple(site for choice in self.choices for site in choice.declined)
+        return tuple(c.site for c in self.choices if c.part is None)
 
 
 def rewrite(
@@ -67,7 +65,7 @@ def rewrite(
     Args:
         jaxpr: The jaxpr.
         implementation: Name of a back end, or `auto`.
-        stopwatch: Times the regions; None: the prediction chooses.
+        stopwatch: Measures times; None: the prediction and the rule decide.
     """
     return _Rewriter(implementation, stopwatch).rewrite(jaxpr, ())
 
@@ -77,7 +75,9 @@ class _Rewriter:
 
     def __init__(self, implementation: str, stopwatch: Stopwatch | None) -> None:
         self.implementation = implementation
-        self.chooser = Chooser(implementation, self._program, stopwatch)
+        self.chooser = Chooser(
+            implementation=implementation, program=self._program, stopwatch=stopwatch
+        )
         self.traces: dict[Hashable, core.Jaxpr] = {}
         self.done: dict[tuple[int, tuple[str, ...]], tuple[core.Jaxpr, Rewritten]] = {}
 
@@ -99,9 +99,9 @@ class _Rewriter:
         else:
             raise AssertionError("sites depend on each other")
         rewritten, nodes = placed
-        choices = [c for c in map(rewritten.without_bodies, chosen) if c is not None]
+        choices = [c for c in chosen if not rewritten.is_in_body(c.outputs)]
+        refusals = [*found.refusals]
         eqns: list[Any] = []
-        refusals = [r for r in found.refusals]
         for node in nodes:
             if node.part is not None:
                 eqns += part_equations(node.part, rewritten, self.traces)
@@ -120,19 +120,14 @@ class _Rewriter:
 
     def _choices(self, sites: Sequence[Site]) -> Iterator[list[Choice]]:
         """Yields what to do with sites, until no two parts depend on each other."""
-        chosen = self.chooser.choose(find_regions(sites))
+        chosen = self.chooser.choose(sites)
         yield chosen
         yield [choice.apart() for choice in chosen]
-        single = [one for site in sites for one in ungroup(site)]
-        chosen = self.chooser.choose(find_regions(single))
+        chosen = self.chooser.choose([one for site in sites for one in ungroup(site)])
         yield [choice.apart() for choice in chosen]
 
-    def _program(self, region: Region, parts: Sequence[Part]) -> core.Jaxpr | None:
-        """Returns a region as a program of its own, with parts in the kernels.
-
-        None: parts depend on each other.
-        """
-        jaxpr = region_program(region)
+    def _program(self, jaxpr: core.Jaxpr, parts: Sequence[Part]) -> core.Jaxpr | None:
+        """Returns a jaxpr with parts in the kernels; None: they need each other."""
         placed = place_parts(Opened(jaxpr=jaxpr, calls=()), parts, ())
         if placed is None:
             return None
@@ -230,4 +225,5 @@ def _keeping_results(
 
 
 def _parts_of(choices: Iterable[Choice]) -> list[Part]:
-    return [part for choice in choices for part in choice.plan.parts]
+    """Returns the calls of the kernels, each once."""
+    return list(dict.fromkeys(c.part for c in choices if c.part is not None))

@@ -7,6 +7,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
+
 Index = int  # names one dimension, or a part of one, of the arrays of a sum
 
 
@@ -144,8 +146,8 @@ class Site:
         path: Names of the primitives around the site, outermost first, such as
             `("scan", "remat2")`.
         location: File, line and function of the code that made the root.
-        jaxpr: The jaxpr that holds the site.
-        equations: Indices of the equations of `jaxpr` that are no longer needed once
+        graph: The index of the jaxpr that holds the site.
+        equations: Indices of the equations of the jaxpr that are no longer needed once
             the site is replaced.
         x: The input.
         projections: The linears.
@@ -166,7 +168,7 @@ class Site:
 
     path: tuple[str, ...]
     location: str
-    jaxpr: core.Jaxpr
+    graph: Graph
     equations: frozenset[int]
     x: Operand
     projections: tuple[SiteProjection, ...]
@@ -181,6 +183,11 @@ class Site:
     implementation: str
     block_tokens: int
     keeps_s: bool = False
+
+    @property
+    def jaxpr(self) -> core.Jaxpr:
+        """The jaxpr that holds the site."""
+        return self.graph.jaxpr
 
     def size_of(self, indices: tuple[Index, ...]) -> int:
         """Returns the product of the indices' sizes."""
@@ -208,12 +215,16 @@ class Site:
 class Refusal:
     """A sum that is almost a linear with an adapter, and why it is left as it is.
 
+    It also is a product with the shape of an adapter that is in no such sum.
+
     Attributes:
         path: Names of the primitives around it, outermost first.
         location: File, line and function of the code that made it.
         reason: Why it is not fused, as a clause without a full stop.
+        is_adapter: Whether it has products with the shape of an adapter's.
     """
 
     path: tuple[str, ...]
     location: str
     reason: str
+    is_adapter: bool = False

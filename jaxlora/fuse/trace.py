@@ -111,15 +111,3 @@ def _installed_in(location: str) -> tuple[str, ...]:
     if "site-packages" not in parts:
         return ()
     return parts[parts.index("site-packages") + 1 :][:1]
-
-
-def live_equations(jaxpr: core.Jaxpr) -> list[bool]:
-    """Tells for each equation whether a result of the jaxpr depends on it."""
-    needed = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-    live = [False] * len(jaxpr.eqns)
-    for number in range(len(live) - 1, -1, -1):
-        eqn = jaxpr.eqns[number]
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            live[number] = True
-            needed.update(v for v in eqn.invars if isinstance(v, core.Var))
-    return live

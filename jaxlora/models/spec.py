@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,18 +15,13 @@ from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.slot_settings import SETTINGS, SlotSettings, settings_by_path
-from jaxlora.models.stacks import Stack, stacked_shapes
-from jaxlora.models.structure import linears
+from jaxlora.models.stacks import OUTSIDE_LINEARS, Stack, stacked_shapes, stacks_of
+from jaxlora.models.structure import AbstractVariable, linears, variables
 from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.base_param import BaseParam, WeightLayout
 from jaxlora.modules.slot_shape import SlotShape
-from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 
-# Trained tensors that are no part of a linear.
-_OUTSIDE_LINEARS = tuple(module.path for module in SLOT_MODULES.values())
 Shapes = dict[str, jax.ShapeDtypeStruct]
-
-_FEW_LAYERS = 4  # are traced at once, as they are for `bind`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,20 +208,8 @@ class DecoderSpec:
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """The adapter tables that share an array: those of one kind in all layers."""
-        tables = self.shapes(nnx.LoRAParam)
-        stacks = []
-        layers = [linears(self.config, i) for i in self.layer_numbers]
-        for name in dict.fromkeys(name for layer in layers for name in layer):
-            named = [f"layers.{i}.{name}" for i in self.layer_numbers]
-            for tensor in trained_tensors():
-                paths = (tensor_path(linear, tensor) for linear in named)
-                paths = tuple(path for path in paths if path in tables)
-                if paths:
-                    stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
-        for path in _OUTSIDE_LINEARS:
-            if path in tables:
-                stacks.append(Stack(name=path, paths=(path,)))
-        return tuple(stacks)
+        layers = {i: tuple(linears(self.config, i)) for i in self.layer_numbers}
+        return stacks_of(layers, self.shapes(nnx.LoRAParam))
 
     @functools.cached_property
     def linears_of_stacks(self) -> dict[str, tuple[int, ...]]:
@@ -235,7 +218,7 @@ class DecoderSpec:
         return {
             stack.name: tuple(numbers[p.rpartition(".")[0]] for p in stack.paths)
             for stack in self.stacks
-            if stack.name not in _OUTSIDE_LINEARS
+            if stack.name not in OUTSIDE_LINEARS
         }
 
     @property
@@ -275,61 +258,10 @@ def _split(spec: DecoderSpec) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(*arguments, layers=layers)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Abstract:
-    """A variable without its array: its kind, shape and, if it is frozen, layout."""
-
-    kind: type[nnx.Variable]
-    shape: jax.ShapeDtypeStruct
-    layout: WeightLayout | None
-
-
 @functools.lru_cache(maxsize=64)
-def _variables(spec: DecoderSpec) -> dict[str, _Abstract]:
-    """Traces only the first of many layers that have the same variables."""
-    if len(spec.layer_numbers) <= _FEW_LAYERS:
-        return _traced_variables(spec)
-    found: dict[str, _Abstract] = {}
-    for i in spec.layer_numbers:
-        first, variables = _variables_of_layer(_OneLayer.of(spec.stage(i, i + 1)))
-        for path, variable in variables.items():
-            found[path.replace(f"layers.{first}.", f"layers.{i}.", 1)] = variable
-    return {path: found[path] for path in sorted(found, key=lambda p: p.split("."))}
-
-
-def _traced_variables(spec: DecoderSpec) -> dict[str, _Abstract]:
-    _, state = spec._split
-    return {
-        name: _Abstract(
-            type(variable),
-            jax.ShapeDtypeStruct(variable.shape, variable.dtype),
-            variable.layout if isinstance(variable, BaseParam) else None,
-        )
-        for name, (_, variable) in _by_dotted_path(state).items()
-    }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _OneLayer:
-    """A stage of one layer; equal to another one that has the same variables."""
-
-    spec: DecoderSpec = dataclasses.field(compare=False)
-    variables: Hashable
-
-    @staticmethod
-    def of(spec: DecoderSpec) -> "_OneLayer":
-        formats = tuple(map(spec.options.weight_format, spec._linear_paths()))
-        adapted = tuple(path.split(".", 2)[2] for path in spec.adapted)
-        kind = spec.config.layer_kind(spec.layer_numbers.start)
-        model = spec.config, spec.options, spec.slots, kind
-        ends = spec.has_embedding, spec.has_head
-        return _OneLayer(spec, (*model, *ends, adapted, formats))
-
-
-@functools.lru_cache(maxsize=64)
-def _variables_of_layer(layer: _OneLayer) -> tuple[int, dict[str, _Abstract]]:
-    """The number of the first layer that was equal, and its variables."""
-    return layer.spec.layer_numbers.start, _traced_variables(layer.spec)
+def _variables(spec: DecoderSpec) -> dict[str, AbstractVariable]:
+    adapted = frozenset(spec.adapted)
+    return variables(spec.config, spec.options, spec.slots, adapted, spec.layer_numbers)
 
 
 def _by_dotted_path(state: Any) -> dict[str, tuple[tuple, Any]]:

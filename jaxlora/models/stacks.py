@@ -10,11 +10,17 @@ are stacked. Checkpoints and exports use it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
+
+# Paths of the tables that belong to no linear; each is a stack of its own.
+OUTSIDE_LINEARS = tuple(module.path for module in SLOT_MODULES.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +38,26 @@ class Stack:
     def __post_init__(self):
         if not self.paths:
             raise ValueError(f"stack {self.name!r} has no tables: leave it out.")
+
+
+def stacks_of(
+    layers: Mapping[int, Sequence[str]], tables: Collection[str]
+) -> tuple[Stack, ...]:
+    """Returns the stacks of the tables of these layers.
+
+    Args:
+        layers: Names of the linears of each layer, by its number.
+        tables: Dotted paths of the tables that there are.
+    """
+    stacks = []
+    for name in dict.fromkeys(name for names in layers.values() for name in names):
+        for tensor in trained_tensors():
+            paths = (tensor_path(f"layers.{i}.{name}", tensor) for i in layers)
+            paths = tuple(path for path in paths if path in tables)
+            if paths:
+                stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
+    outside = (path for path in OUTSIDE_LINEARS if path in tables)
+    return *stacks, *(Stack(name=path, paths=(path,)) for path in outside)
 
 
 def stacked_shapes(

@@ -7,8 +7,9 @@ what a layer makes with its `LayerBuilder`.
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -17,6 +18,7 @@ from jaxlora.models.config import ModelConfig
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions
 from jaxlora.modules.base_param import BaseParam, WeightLayout
+from jaxlora.modules.slot_shape import SlotShape
 
 _PREFIX = "model."  # of the names of layers in checkpoints
 # They change no names.
@@ -52,29 +54,35 @@ def linears(config: ModelConfig, layer: int = 0) -> Mapping[str, LayerLinear]:
         config: The model.
         layer: Number of the layer.
     """
-    return _layer(config, config.layer_kind(layer))[0]
+    return _layer(config, _first_like(config, layer))[0]
 
 
 def kinds_of_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
     """Returns the linears of all layers, one of each kind."""
-    kinds = {config.layer_kind(i): i for i in reversed(range(config.num_layers))}
-    layers = (linears(config, i) for i in kinds.values())
+    numbers = reversed(range(config.num_layers))
+    firsts = dict.fromkeys(_first_like(config, i) for i in numbers)
+    layers = (linears(config, i) for i in firsts)
     return tuple(dict.fromkeys(x for layer in layers for x in layer.values()))
 
 
 @functools.lru_cache(maxsize=64)
 def tensor_specs(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Returns every base weight of a model, as if none was quantized."""
-    embedding, *ends = _ends(config).items()
-    specs = [_tensor(*embedding)]
-    for i in range(config.num_layers):
-        name = f"layers.{i}."
-        _, layouts = _layer(config, config.layer_kind(i))
-        specs += [_tensor(*item, name) for item in layouts.items()]
-    return *specs, *(_tensor(*item) for item in ends)
+    layers = range(config.num_layers)
+    embedding, *ends = _tensors(_ends(config, layers), "")
+    specs = [embedding]
+    for i in layers:
+        _, weights = _layer(config, _first_like(config, i))
+        specs += _tensors(weights, f"layers.{i}.")
+    return *specs, *ends
 
 
-def _tensor(path: str, layout: WeightLayout, layer: str = "") -> TensorSpec:
+def _tensors(weights: "Mapping[str, AbstractVariable]", layer: str) -> list[TensorSpec]:
+    layouts = {path: weight.layout for path, weight in weights.items()}
+    return [_tensor(path, layout, layer) for path, layout in layouts.items() if layout]
+
+
+def _tensor(path: str, layout: WeightLayout, layer: str) -> TensorSpec:
     prefix = f"{_PREFIX}{layer}" if layer else ""
     return TensorSpec(
         hf_name=prefix + layout.hf_name,
@@ -103,32 +111,100 @@ def linear_path(module_name: str) -> str:
     return module_name.removeprefix(_PREFIX)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AbstractVariable:
+    """A variable without its array.
+
+    Attributes:
+        kind: Its type.
+        shape: Shape and dtype of its array.
+        layout: How a checkpoint holds it and devices divide it; None: it is not frozen.
+    """
+
+    kind: type[nnx.Variable]
+    shape: jax.ShapeDtypeStruct
+    layout: WeightLayout | None
+
+
+def variables(
+    config: ModelConfig,
+    options: DecoderOptions,
+    slots: SlotShape | None,
+    adapted: frozenset[str],
+    layers: range,
+) -> dict[str, AbstractVariable]:
+    """Returns the variables of these layers of a decoder, by dotted path.
+
+    Layers that are alike are traced once. See `Decoder` for the arguments.
+    """
+    found = dict(_ends(config, layers, options, slots))
+    firsts: dict[tuple, int] = {}
+    for i in layers:
+        names = linears(config, i)
+        paths = {name: f"layers.{i}.{name}" for name in names}
+        here = frozenset(name for name, path in paths.items() if path in adapted)
+        formats = tuple(map(options.weight_format, paths.values()))
+        first = firsts.setdefault((config.layer_kind(i), here, formats), i)
+        _, of_layer = _layer(config, first, options, slots, here)
+        found |= {f"layers.{i}.{path}": one for path, one in of_layer.items()}
+    return {path: found[path] for path in sorted(found, key=lambda p: p.split("."))}
+
+
+def _first_like(config: ModelConfig, layer: int) -> int:
+    """Returns the number of the first layer of the same kind."""
+    kind = config.layer_kind(layer)
+    return next(i for i in range(layer + 1) if config.layer_kind(i) == kind)
+
+
 @functools.lru_cache(maxsize=64)
 def _layer(
-    config: ModelConfig, kind: Hashable
-) -> tuple[Mapping[str, LayerLinear], Mapping[str, WeightLayout]]:
-    """Linears and weights of the layers of a kind, by path, in the order of making."""
-    number = next(i for i in range(config.num_layers) if config.layer_kind(i) == kind)
-    make = LayerBuilder(config, number, _OPTIONS)
-    found = _layouts(nnx.eval_shape(lambda: config.family.layer(config, make)))
+    config: ModelConfig,
+    number: int,
+    options: DecoderOptions = _OPTIONS,
+    slots: SlotShape | None = None,
+    adapted: frozenset[str] = frozenset(),
+) -> tuple[Mapping[str, LayerLinear], Mapping[str, AbstractVariable]]:
+    """Linears and variables of a layer, by path inside it.
+
+    Frozen weights are in the order in which they were made, and before the others.
+    """
+    paths = [f"layers.{number}.{name}" for name in adapted]
+    make = LayerBuilder(config, number, options, slots, paths)
+    found = _abstract(lambda: config.family.layer(config, make))
     order = {made.hf_name: i for i, made in enumerate(make.layouts)}
-    by_order = lambda item: order[item[1].hf_name]
-    layouts = dict(sorted(found.items(), key=by_order))
-    return {linear.name: linear for linear in make.linears}, layouts
+
+    def place(path: str) -> int:
+        layout = found[path].layout
+        return len(order) if layout is None else order[layout.hf_name]
+
+    ordered = {path: found[path] for path in sorted(found, key=place)}
+    return {linear.name: linear for linear in make.linears}, ordered
 
 
 @functools.lru_cache(maxsize=64)
-def _ends(config: ModelConfig) -> Mapping[str, WeightLayout]:
-    """Weights outside the layers, by path: the embedding, the norm and the head."""
-    found = {}
-    for layers in (range(0), range(config.num_layers, config.num_layers)):
-        make = lambda here=layers: Decoder(
-            config, _OPTIONS, None, frozenset(), layers=here
-        )
-        found |= _layouts(nnx.eval_shape(make))
+def _ends(
+    config: ModelConfig,
+    layers: range,
+    options: DecoderOptions = _OPTIONS,
+    slots: SlotShape | None = None,
+) -> Mapping[str, AbstractVariable]:
+    """Variables before and after the layers: the embedding, the norm and the head."""
+    found, last = {}, config.num_layers
+    for end in (0, last):
+        if end in (layers.start, layers.stop):
+            arguments = config, options, slots, frozenset()
+            make = functools.partial(Decoder, *arguments, layers=range(end, end))
+            found |= _abstract(make)
     return found
 
 
-def _layouts(module: nnx.Module) -> dict[str, WeightLayout]:
-    flat = nnx.to_flat_state(nnx.state(module, BaseParam))
-    return {".".join(map(str, path)): variable.layout for path, variable in flat}
+def _abstract(make: Callable[[], nnx.Module]) -> dict[str, AbstractVariable]:
+    flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(make)))
+    return {
+        ".".join(map(str, path)): AbstractVariable(
+            type(variable),
+            jax.ShapeDtypeStruct(variable.shape, variable.dtype),
+            variable.layout if isinstance(variable, BaseParam) else None,
+        )
+        for path, variable in flat
+    }

@@ -62,7 +62,10 @@ def window_cost(
 ) -> CostModel:
     """Returns the cost of microbatches on each stage, padding included.
 
-    The unit is the time that the whole model takes for one token on one device.
+    The unit is the time that the whole model takes for one token on one device. With
+    several stages and one shape, the shape's padding is a part of the fixed time of a
+    microbatch, by `padding_share`. While that is `auto`, all microbatches of a shape
+    take the same time.
 
     Args:
         config: The run, with a mesh and a capacity.
@@ -83,13 +86,21 @@ def window_cost(
     borders = stage_borders(spec, num_stages, speed)
     times = stage_seconds(decoder_seconds(spec, speed), borders)
     whole = sum(time.both for time in times)
+    padding = 1.0 if config.padding_share == "auto" else config.padding_share
+    is_affine = padding < 1 and not shapes
+    if is_affine:
+        base, per_token = padding * capacity, 1 - padding
+    else:
+        per_token = 1.0
 
-    def share(seconds: float) -> AffineCost:
+    def part(seconds: float) -> AffineCost:
         each = seconds / whole
-        return AffineCost(base=base * each, per_token=each, per_square=0.0)
+        return AffineCost(base=base * each, per_token=per_token * each, per_square=0.0)
 
     stages = [
-        StageCost(forward=share(time.forward), backward=share(time.backward))
+        StageCost(forward=part(time.forward), backward=part(time.backward))
         for time in times
     ]
-    return CostModel(stages=tuple(stages), buckets=buckets)
+    if is_affine:
+        return CostModel(stages=tuple(stages))
+    return CostModel(stages=tuple(stages), buckets=buckets, padding=padding)

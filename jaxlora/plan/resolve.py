@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from typing import Literal
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
@@ -16,10 +17,13 @@ from jaxlora.plan.memory.bounds import low_fill
 from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.choose import choose
 from jaxlora.plan.mesh.machine import Machine
+from jaxlora.plan.mesh.predict import padding_share
 from jaxlora.plan.run_plan import RunPlan, Shapes
 from jaxlora.plan.stages import check_division
 from jaxlora.programs.program import no_garbage_collection
 from jaxlora.sharding.mesh_sizes import MeshSizes
+
+_LEAST_SHARE = 0.01  # of padding; 0 is not a setting
 
 
 @no_garbage_collection()  # its estimates trace decoders
@@ -58,12 +62,16 @@ def resolve(
     if not is_open:
         _check_mesh(config, model, machine)
         _check_adapters(config, model, jobs)
+    # Meshes and capacities are compared by plans that take milliseconds each.
+    asked, config = config.padding_share, config.replace(padding_share=1.0)
     search = Search(config=config, model=model, jobs=jobs, machine=machine)
     plan = choose(search, on_accepted)
+    share, padding_notes = _padding_share(asked, plan)
+    plan = dataclasses.replace(plan, config=plan.config.replace(padding_share=share))
     if is_open:
         _check_mesh(plan.config, model, machine)
         _check_adapters(plan.config, model, jobs)
-    notes = list(plan.notes)
+    notes = [*plan.notes, *padding_notes]
     if plan.spec.options.base_format is not None:
         notes.append(Note(f"base: {describe_base(plan.spec)}"))
     if machine.profiles:
@@ -74,6 +82,30 @@ def resolve(
     return dataclasses.replace(
         plan, shapes=shapes, ended=tuple(ended), notes=tuple(notes)
     )
+
+
+def _padding_share(
+    asked: float | Literal["auto"], plan: RunPlan
+) -> tuple[float, list[Note]]:
+    """Returns the share of padding that microbatches are packed by, and why.
+
+    Args:
+        asked: `padding_share` of the run.
+        plan: Its plan.
+    """
+    share, source = 1.0, ""
+    if asked != "auto":
+        share, source = asked, "as the run has it"
+    elif plan.stages.sizes.stage > 1:
+        share, source = padding_share(plan.spec, plan.rates)
+        share = max(_LEAST_SHARE, share)
+    if plan.stages.sizes.stage > 1:
+        text = f"packed as if a row of padding took {share:g} of a token's time"
+        return share, [Note(f"padding_share: {text}, {source}")]
+    if share < 1:  # no pipeline fills or drains
+        text = f"{share:g} changes nothing, as the mesh has one stage"
+        return share, [Note(f"padding_share: {text}")]
+    return share, []
 
 
 def check_comparable(sweep: Sweep | None, jobs: Sequence[PreparedJob]) -> None:

@@ -34,7 +34,7 @@ from jaxlora.plan.mesh.predict import (
 from jaxlora.plan.stages import MeshStages, base_placement
 from jaxlora.scheduler import CostModel, Lanes, Limits, Schedule
 from jaxlora.scheduler.simulate import simulate
-from jaxlora.scheduler.streams.state import Rules
+from jaxlora.scheduler.stream.state import Rules
 
 # A microbatch takes at least as long, as the host launches its kernels. Ten
 # milliseconds were measured for 448 tokens of a model of 135M parameters on an H100.
@@ -141,6 +141,7 @@ class RunPlan:
             shapes_from=self.shapes.from_tick,
             packer=config.packer,
             num_batches=config.window_steps,
+            pace=config.settled_pace,
         )
 
     @property

@@ -12,15 +12,15 @@ from typing import Protocol, runtime_checkable
 from jaxlora.run.saved_run import SavedStream
 from jaxlora.scheduler import Sample, padded_tokens
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.streams.plan_ahead import PlanAhead
-from jaxlora.scheduler.streams.state import (
+from jaxlora.scheduler.stream.plan_ahead import PlanAhead
+from jaxlora.scheduler.stream.state import (
     Lengths,
     Position,
     Rules,
     StreamState,
     advance,
 )
-from jaxlora.scheduler.streams.stream import next_stretch
+from jaxlora.scheduler.stream.stream import next_stretch
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
@@ -113,7 +113,7 @@ class StreamPlan:
         if position.batch < position.num_batches:
             state = self._replan()
             ready = dataclasses.replace(position, ready=state.tick)
-            self._now = self._after = state.with_job(ready)
+            self._now = self._after = state.with_job(ready, self._rules.pace)
 
     def is_done(self, slot: int) -> bool:
         """Whether the job in a slot has done all batches of its position."""
@@ -256,7 +256,6 @@ class StreamPlan:
             ),
             state=advance(self._now, self._since, self._lengths, self._rules),
             planned=tuple(self._planned),
-            hint=self._after.hint,
             shapes_from=self._rules.shapes_from,
             leaving=dict(self._leaving),
             at_border=tuple(at_border),
@@ -309,13 +308,13 @@ class StreamPlan:
             self._ends[s.owner] = max(self._ends[s.owner], s.batch + 1)
         self._ends |= {p.owner: p.num_batches for p in saved.state.positions}
         self._now, self._planned = saved.state, deque(saved.planned)
-        self._after = dataclasses.replace(after, hint=saved.hint)
+        self._after = after
         return True
 
     def _described(self, jobs: str) -> str:
         rules = self._rules
         shapes = f"{rules.limits} {rules.cost.buckets} {rules.lanes}"
-        return f"{shapes} {rules.packer} {rules.num_batches} {jobs}"
+        return f"{shapes} {rules.packer} {rules.num_batches} {rules.pace} {jobs}"
 
     def _check_shape(self, tick: Tick, rows: int) -> None:
         limits = self._rules.limits

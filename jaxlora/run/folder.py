@@ -20,7 +20,7 @@ SAMPLES_FILE = "samples.txt"
 SUMMARY_FILE = "summary.json"
 PICTURE = "losses.png"
 TOKENIZER = "tokenizer"  # the base's, for exports that do not load the base
-SWEEP_FILES = "sweep.csv", "sweep.png", "sweep.html"
+SWEEP_FILES = "sweep.csv", "sweep.html"
 # A run writes these files, and a user may have files of the same names.
 REPLACED = (
     SETTINGS_FILE,

@@ -25,10 +25,9 @@ from jaxlora.run.saved_fields import (
     type_adapter,
 )
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.streams.state import StreamState
-from jaxlora.scheduler.windows.planner import Hint
+from jaxlora.scheduler.stream.state import StreamState
 
-FORMAT = 10  # of run.json and of a checkpoint's metadata
+FORMAT = 11  # of run.json and of a checkpoint's metadata
 
 
 # Requests of the user that are in force: the jobs to stop, and those to keep out of the
@@ -48,7 +47,6 @@ class SavedStream:
             run, as their job has left.
         state: State of the stream before the planned ticks.
         planned: Ticks that were planned and have not run.
-        hint: The findings of planning them.
         shapes_from: First tick that may have a shape below the capacity.
         leaving: Slots with rows of a job that has left in ticks in flight, and the tick
             from which each is free.
@@ -61,7 +59,6 @@ class SavedStream:
     repeated: tuple[tuple[Tick, int, frozenset[int]], ...]
     state: StreamState
     planned: tuple[Tick, ...]
-    hint: Hint
     shapes_from: int
     leaving: dict[int, int]
     at_border: tuple[int, ...]
@@ -261,7 +258,17 @@ def read_sealed[T](path: pathlib.Path, kind: type[T], cure: str) -> T:
             f"{FORMAT}. {cure}"
         )
     del values["format"]
+    _drop_hints(values)
     try:
         return type_adapter(kind).validate_json(json.dumps(values))
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{format_errors(error, str(path))}\n{cure}") from None
+
+
+def _drop_hints(values: dict[str, Any]) -> None:
+    """Drops findings of an earlier packer, which runs of older versions have saved."""
+    stream = values.get("stream")
+    if isinstance(stream, dict):
+        for found in (stream, stream.get("state")):
+            if isinstance(found, dict):
+                found.pop("hint", None)

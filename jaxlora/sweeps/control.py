@@ -10,14 +10,13 @@ from jaxlora.run.log import METRICS_FILE, read_events
 from jaxlora.run.saved_run import SavedSweep
 from jaxlora.sweeps.decisions import (
     Decisions,
-    Standing,
     check_same_rungs,
     compared_steps,
     halving_of,
 )
 from jaxlora.sweeps.files import write_result
 from jaxlora.sweeps.ranking import SweepReport, Trial
-from jaxlora.sweeps.rules import Decided, Stop
+from jaxlora.sweeps.rules import Curve, Decided, Stop
 from jaxlora.sweeps.suggesting import Suggestions
 from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
@@ -135,18 +134,18 @@ class SweepControl(Control[SweepReport]):
         step, num_steps = job.progress.step, job.num_steps
         return self._found.num_allowed(job.name, step, num_steps)
 
-    def _standings(self, jobs: Sequence[JobState]) -> dict[str, Standing]:
+    def _standings(self, jobs: Sequence[JobState]) -> dict[str, Curve]:
         return {
             job.name: self._standing(job)
             for job in jobs
             if job.prepared.eval_data is not None
         }
 
-    def _standing(self, job: JobState) -> Standing:
+    def _standing(self, job: JobState) -> Curve:
         progress, step = job.progress, job.progress.step
         if (origin := job.awaits) is not None:
             step = origin.step or 0  # no rung before it waits for the copy
-        return Standing(
+        return Curve(
             num_steps=job.num_steps,
             step=step,
             is_over=progress.is_over,
@@ -163,17 +162,16 @@ class SweepControl(Control[SweepReport]):
         """Ranks the configurations, if there is a sweep; see `report_sweep`."""
         if config.sweep is None:
             return super().report(result, jobs, config)
-        return report_sweep(result, jobs, config)
+        return report_sweep(result, config)
 
 
 def report_sweep(
-    result: RunResult[SweepReport], jobs: Sequence[JobState], config: RunConfig
+    result: RunResult[SweepReport], config: RunConfig
 ) -> RunResult[SweepReport]:
     """Ranks configurations; writes the report, and merges the best if asked to.
 
     Args:
         result: The result of the run, without the report of its sweep.
-        jobs: The jobs of the run.
         config: The run; none of its settings is `auto`.
 
     Raises:
@@ -181,15 +179,7 @@ def report_sweep(
             best configuration cannot be merged.
     """
     assert config.sweep is not None
-    trials = [
-        Trial(
-            settings=job.settings,
-            num_steps=job.num_steps,
-            progress=job.progress,
-            folder=found.folder,
-        )
-        for job, found in zip(jobs, result.jobs, strict=True)
-    ]
+    trials = list(map(Trial.of, result.jobs))
     events = read_events(result.output_dir / METRICS_FILE)
     report = SweepReport.of(config.sweep, trials, events, config.num_devices)
     result = dataclasses.replace(result, sweep=report)

@@ -21,29 +21,9 @@ from jaxlora.sweeps.rules import (
     rungs,
 )
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """A configuration as the rules need it, besides its evaluations.
-
-    Attributes:
-        num_steps: Its optimizer steps in all.
-        step: Its optimizer steps done.
-        is_over: Whether it has ended, for any reason.
-        is_held: Whether the user has paused it, so that nobody waits for it.
-        has_failed: Whether it ended by an error.
-    """
-
-    num_steps: int
-    step: int
-    is_over: bool = False
-    is_held: bool = False
-    has_failed: bool = False
-
-
-# The configurations, in the order in which they are given. Each is looked at only when
-# a rule needs it.
-Standings = Mapping[str, Standing]
+# The configurations without their evaluations, in the order in which they are given.
+# Each is looked at only when a rule needs it.
+Standings = Mapping[str, Curve]
 
 
 class Decisions:
@@ -177,7 +157,7 @@ class Decisions:
             self._rungs[num_steps] = rungs(rule, num_steps)
         return self._rungs[num_steps][len(self.cutoffs) :]
 
-    def curve(self, name: str, standing: Standing) -> Curve:
+    def curve(self, name: str, standing: Curve) -> Curve:
         """Returns what a configuration has shown so far."""
         stop = self.stops.get(name)
         is_stopped = stop is not None
@@ -186,14 +166,12 @@ class Decisions:
         if not self.metric.is_loss:
             values = self.metrics.get(name, ())
             points, losses = [(s, self.metric.cost(v)) for s, v in values], points
-        return Curve(
-            num_steps=standing.num_steps,
-            step=standing.step,
+        return dataclasses.replace(
+            standing,
             points=points,
             losses=losses,
             metric=self.metric,
             is_over=standing.is_over or is_stopped,
-            is_held=standing.is_held,
             has_failed=standing.has_failed or (is_stopped and stop.rule != "halving"),
         )
 

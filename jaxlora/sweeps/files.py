@@ -1,4 +1,4 @@
-"""Writes the report of a run, which may be a sweep, into its folder, and prints it."""
+"""Writes the report of a run, which may be a sweep, into its folder; prints sweeps."""
 
 import logging
 import pathlib
@@ -10,17 +10,17 @@ from jaxlora.adapters.files.export_record import is_ours
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.common.atomic import wrap_os_errors, write_text
 from jaxlora.common.console import literal, plain_table, show, stdout
+from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
 from jaxlora.config.configuration_names import value_text
 from jaxlora.run.folder import ADAPTERS, MERGED, SWEEP_FILES, is_own
 from jaxlora.sweeps.page import write_page
-from jaxlora.sweeps.picture import draw_sweep
-from jaxlora.sweeps.ranking import SweepReport
+from jaxlora.sweeps.ranking import SweepReport, varied_settings
 from jaxlora.train.report.summary import RunResult, print_jobs, write_report
 
 logger = logging.getLogger(__name__)
 
-TABLE, PICTURE, PAGE = SWEEP_FILES
+TABLE, PAGE = SWEEP_FILES
 _MOST_ROWS = 20
 _WIDE = 100  # columns of a terminal that has room for the settings
 
@@ -62,7 +62,7 @@ def print_summary(
 
 
 def write_sweep(report: SweepReport, folder: pathlib.Path) -> None:
-    """Writes sweep.csv, sweep.png and sweep.html.
+    """Writes sweep.csv and sweep.html.
 
     Args:
         report: The sweep.
@@ -72,7 +72,6 @@ def write_sweep(report: SweepReport, folder: pathlib.Path) -> None:
         StorageError: A file cannot be written.
     """
     write_text(folder / TABLE, report.csv())
-    draw_sweep(report, folder / PICTURE)
     write_page(report, f"Sweep in {folder}", folder / PAGE)
 
 
@@ -182,3 +181,24 @@ def _shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return value if isinstance(value, str) else value_text(value)
+
+
+def print_configurations(run: RunConfig, console: Console) -> None:
+    """Prints a row for each configuration, with the settings in which they differ.
+
+    Args:
+        run: A run with a sweep.
+        console: Console to print to.
+    """
+    assert run.sweep is not None
+    rules = ", ".join(rule.type for rule in run.sweep.early_exit) or "none"
+    show(console, f"{counted(len(run.jobs), 'configuration')}, early exit: {rules}")
+    table = plain_table()
+    columns = varied_settings(run.jobs)
+    table.add_column("configuration", overflow="fold")
+    for name in columns:
+        table.add_column(literal(name), overflow="fold")
+    for job in run.jobs:
+        cells = [literal(value_text(column[job.name])) for column in columns.values()]
+        table.add_row(literal(job.name), *cells)
+    show(console, table)

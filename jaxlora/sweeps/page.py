@@ -1,26 +1,48 @@
-"""Writes a sweep as one HTML page that needs no network and no other file.
+"""Draws a sweep on one HTML page that needs no network and no other file.
 
-The table and the pictures are there without scripts; a short script sorts and filters
+The table and the charts are there without scripts; a short script sorts and filters
 them. Every text comes from settings of the user and is escaped.
 """
 
 import base64
+import dataclasses
 import hashlib
 import html
 import math
 import pathlib
 import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from jaxlora.common.atomic import write_text
-from jaxlora.config.configuration_names import value_text
+from jaxlora.config.configuration_names import number_text, value_text
 from jaxlora.printable import one_line
-from jaxlora.sweeps.axes import ParallelAxis, parallel_axes
-from jaxlora.sweeps.importance import importance, is_number
-from jaxlora.sweeps.ranking import SweepReport
+from jaxlora.sweeps.ranking import SweepReport, is_number
 
 _WIDTH, _HEIGHT, _MARGIN = 1000, 320, 50  # of a picture, in its own units
+_MOST_TICKS = 7
+_LOG_FROM = 20.0  # ratio of the largest to the smallest number
+_MOST_VALUES = 6  # of a number that is not divided into ranges
+_NUM_RANGES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelAxis:
+    """One axis.
+
+    Attributes:
+        name: The setting.
+        places: Place of each configuration on it, from 0 (bottom) to 1, in the order of
+            the ranking.
+        ticks: (place, text) of the values that are written beside it.
+    """
+
+    name: str
+    places: tuple[float, ...]
+    ticks: tuple[tuple[float, str], ...]
 
 
 def write_page(report: SweepReport, title: str, path: pathlib.Path) -> None:
@@ -106,11 +128,11 @@ def _parallel(report: SweepReport) -> str:
         for place in reversed(range(count))
     ]
     for number, (x, axis) in enumerate(zip(xs, axes, strict=True)):
-        parts += _axis(number, x, axis)
+        parts += _drawn_axis(number, x, axis)
     return _svg("parallel", "Settings of each configuration and how good it is", parts)
 
 
-def _axis(number: int, x: float, axis: ParallelAxis) -> list[str]:
+def _drawn_axis(number: int, x: float, axis: ParallelAxis) -> list[str]:
     top, bottom = _height(1), _height(0)
     anchor = "start" if number == 0 else "middle"
     places = " ".join(f"{place:.4f}" for place in axis.places)
@@ -207,3 +229,115 @@ def _cell(value: Any) -> str:
         text = shown or (f"{value:,}" if value > 9999 else value_text(value))
         return f'<td data-value="{value!r}">{_escape(text)}</td>'
     return f"<td>{_escape(value_text(value))}</td>"
+
+
+# ---- the axes of parallel coordinates: a varied setting each, and the metric ---------
+
+
+def parallel_axes(report: SweepReport) -> list[ParallelAxis]:
+    """Returns the axes of all varied settings, and of the metric."""
+    names = [trial.settings.name for trial in report.trials]
+    columns = {
+        key: [column[name] for name in names] for key, column in report.varied.items()
+    }
+    axes = [_axis(name, values) for name, values in columns.items()]
+    costs = list(report.costs.values())
+    worst = max(filter(math.isfinite, costs), default=0.0)
+    values = [report.metric.cost(c if math.isfinite(c) else worst) for c in costs]
+    return [*axes, _axis(report.metric_name, values)]
+
+
+def _axis(name: str, values: Sequence[Any]) -> ParallelAxis:
+    distinct = {value_text(value): value for value in values}
+    is_numeric = all(map(is_number, values))
+    if is_numeric:
+        distinct = {value_text(value): value for value in sorted(values)}
+    if is_numeric and len(distinct) > _MOST_TICKS:
+        return _range(name, values)
+    last = max(1, len(distinct) - 1)
+    order = list(distinct) if is_numeric else sorted(distinct)
+    places = {text: place / last for place, text in enumerate(order)}
+    ticks = [(place, text) for text, place in places.items()]
+    if len(ticks) > 4 * _MOST_TICKS:
+        ticks = [ticks[0], ticks[-1]]
+    return ParallelAxis(
+        name=name,
+        places=tuple(places[value_text(value)] for value in values),
+        ticks=tuple(ticks),
+    )
+
+
+def _range(name: str, values: Sequence[float]) -> ParallelAxis:
+    low, high = min(values), max(values)
+    is_log = low > 0 and high / low >= _LOG_FROM
+    scaled = [math.log(v) if is_log else float(v) for v in values]
+    first, last = min(scaled), max(scaled)
+    middle = math.exp((first + last) / 2) if is_log else (first + last) / 2
+    return ParallelAxis(
+        name=name,
+        places=tuple((s - first) / (last - first) for s in scaled),
+        ticks=tuple(
+            (place, number_text(value))
+            for place, value in ((0.0, low), (0.5, middle), (1.0, high))
+        ),
+    )
+
+
+# ---- what each setting explains alone ------------------------------------------------
+
+
+def importance(
+    varied: Mapping[str, Mapping[str, Any]], losses: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the share of the variance of places that each setting explains alone.
+
+    It is one minus the variance within groups of equal values over the whole variance,
+    both without bias (epsilon squared, Kelley 1935), and 0 if that is negative. Places
+    are compared rather than losses, as a configuration that diverges would outweigh all
+    others. Numbers of many values are divided into four ranges of as many
+    configurations each.
+
+    Args:
+        varied: Value of each setting, by setting and configuration.
+        losses: Loss of each configuration; those without are left out.
+
+    Returns:
+        The shares by setting, the largest first.
+    """
+    names = [name for name, loss in losses.items() if np.isfinite(loss)]
+    places = _places([losses[name] for name in names])
+    found = {
+        setting: _explained(_groups([column[name] for name in names]), places)
+        for setting, column in varied.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _places(losses: list[float]) -> np.ndarray:
+    """Returns the places of losses; equal ones have the mean of theirs."""
+    values, which, counts = np.unique(losses, return_inverse=True, return_counts=True)
+    if not len(values):
+        return np.zeros(0)
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]
+
+
+def _groups(values: list[Any]) -> np.ndarray:
+    """Numbers the groups of equal, or similar, values."""
+    _, which = np.unique([value_text(v) for v in values], return_inverse=True)
+    numbers = [value for value in values if is_number(value)]
+    if len(numbers) < len(values) or len(set(numbers)) <= _MOST_VALUES:
+        return which
+    borders = np.quantile(numbers, np.arange(1, _NUM_RANGES) / _NUM_RANGES)
+    return np.searchsorted(borders, numbers)
+
+
+def _explained(groups: np.ndarray, places: np.ndarray) -> float:
+    num_groups, count = len(np.unique(groups)), len(places)
+    if num_groups < 2 or count <= num_groups or not places.std():
+        return 0.0
+    within = sum(
+        float(((p := places[groups == group]) - p.mean()).__pow__(2).sum())
+        for group in np.unique(groups)
+    )
+    whole = float(((places - places.mean()) ** 2).sum())
+    return max(0.0, 1 - within / (count - num_groups) * (count - 1) / whole)

@@ -3,8 +3,8 @@
 import csv
 import dataclasses
 import io
+import json
 import math
-import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,27 +13,20 @@ from jaxlora.config import LoraJob
 from jaxlora.config.configuration_names import value_text
 from jaxlora.config.sweep_config import Metric, Sweep
 from jaxlora.printable import one_line
-from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps.configurations import varied_settings
+from jaxlora.train.report.summary import JobResult
 
 Points = tuple[tuple[int, float], ...]  # (steps done, value of the metric)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """A configuration and what became of it.
+class Trial(JobResult):
+    """A configuration and what became of it."""
 
-    Attributes:
-        settings: Its settings.
-        num_steps: Its optimizer steps in all.
-        progress: Its steps, losses and status.
-        folder: Its PEFT folder; None if there is none.
-    """
-
-    settings: LoraJob
-    num_steps: int
-    progress: JobProgress
-    folder: pathlib.Path | None
+    @staticmethod
+    def of(job: JobResult) -> "Trial":
+        """Returns the configuration that a job has trained."""
+        values = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
+        return Trial(**values)
 
     @property
     def loss(self) -> float:
@@ -235,6 +228,45 @@ def _cell(value: Any) -> str:
     """Returns a value as a spreadsheet shows it; none is taken for a formula."""
     text = one_line(value if isinstance(value, str) else value_text(value))
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+
+
+def varied_settings(jobs: Sequence[LoraJob]) -> dict[str, dict[str, Any]]:
+    """Returns the settings in which jobs differ, in the order of `LoraJob`.
+
+    Args:
+        jobs: The jobs.
+
+    Returns:
+        By setting (`data.limit` within `data`), its JSON value in each job, by name.
+    """
+    flat = {job.name: _flat(job.model_dump(mode="json")) for job in jobs}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    columns = {k: {n: values.get(k) for n, values in flat.items()} for k in keys}
+    return {
+        key: column
+        for key, column in columns.items()
+        if key not in ("name", "clone_of") and len(set(map(_key, column.values()))) > 1
+    }
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with those of `data` and `eval_data` by dotted names."""
+    out = {}
+    for name, value in settings.items():
+        if name in ("data", "eval_data") and isinstance(value, dict):
+            out |= {f"{name}.{inner}": v for inner, v in value.items()}
+        else:
+            out[name] = value
+    return out
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def curves_of(events: Iterable[Mapping[str, Any]], key: str) -> dict[str, Points]:

@@ -41,7 +41,7 @@ class Curve:
 
     num_steps: int
     step: int
-    points: Sequence[tuple[int, float]]
+    points: Sequence[tuple[int, float]] = ()
     losses: Sequence[tuple[int, float]] | None = None
     metric: Metric = _LOSS
     is_over: bool = False

@@ -104,7 +104,8 @@ class Loop:
     """Trains microbatch after microbatch until all jobs have ended or are paused.
 
     A round ends when every job that ran at its beginning has taken an optimizer step or
-    has left. A checkpoint ends one, too. A window is some rounds.
+    has left; jobs of lower priority than others do not count, as they may take none for
+    long. A checkpoint ends one, too. A window is some rounds.
     """
 
     def __init__(self, run: Run, executor: Executor, inbox: Inbox, stop: StopRequest):
@@ -182,7 +183,7 @@ class Loop:
         run, life = self._run, self._life
         if not life.active:
             return  # all jobs ended at their first evaluation
-        self._due = {job.name for job in life.active}
+        self._due = self._in_round()
         self._window = Window(self._life.clock())
         for outcomes in self._executor.run(self._ticks, life.by_slot):
             num_rounds = run.round
@@ -196,7 +197,7 @@ class Loop:
             if not life.is_settled() or any(not j.has_slot for j in self._stepped):
                 life.change([job for job in self._stepped if job.has_slot])
             if run.round > num_rounds:
-                self._due = {job.name for job in life.active}
+                self._due = self._in_round()
         self._ticks.forget_leaving()
         if not life.may_start:  # no tick has followed that could be copied after
             life.may_start = True
@@ -205,6 +206,12 @@ class Loop:
             self._end_round()
         if self._window.work.num_microbatches:
             self._end_window()
+
+    def _in_round(self) -> set[str]:
+        """Names of the jobs whose steps end the round that begins."""
+        active = self._life.active
+        first = max((job.settings.priority for job in active), default=0)
+        return {job.name for job in active if job.settings.priority == first}
 
     def _note_steps(self, outcomes: Outcomes) -> None:
         """Handles results of optimizer steps: evaluates and ends the jobs."""
@@ -254,7 +261,7 @@ class Loop:
         run = self._run
         run.round += 1
         self._has_stepped = run.has_events = False
-        self._due = {job.name for job in self._life.active}
+        self._due = self._in_round()
         self._window.num_rounds += 1
         is_last = run.round % run.plan.config.window_steps == 0
         if is_last and self._window.work.num_microbatches:

@@ -17,26 +17,93 @@ the accumulator. See docs/kernels.md.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jaxlora.pallas_kernels.mosaic.mask import (
     PER_COLUMN,
     PER_ROW,
     Mask,
+    MaskTiles,
     apply_mask,
     load_words,
 )
-from jaxlora.pallas_kernels.mosaic.ring import Ref, Ring, StepRefs, zeros_like
-from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS, STEP
+from jaxlora.pallas_kernels.mosaic.ring import (
+    COMPUTE_WGS,
+    ROWS,
+    STEP,
+    Ref,
+    Ring,
+    RingShape,
+    Smem,
+    zeros_like,
+)
 
 TILE_ROWS = COMPUTE_WGS * ROWS
+_STAGES = 4
 
 
-@dataclasses.dataclass(frozen=True)
+def expand_ring(
+    x_dtype: DTypeLike,
+    dtype: DTypeLike,
+    masks: Sequence[MaskTiles],
+    *,
+    transposed: bool,
+    num_scales: int,
+    columns: int,
+) -> RingShape:
+    """Returns the ring of `Expand`.
+
+    The words of masks take the bytes of the second output tile.
+
+    Args:
+        x_dtype: Dtype of x and W.
+        dtype: Dtype of s, B and y. W is stored transposed if it is another one.
+        masks: Shapes of the words of each mask, all of one kind.
+        transposed: Whether W is stored transposed.
+        num_scales: 1 if the result's rows are scaled, 2 if its columns are too.
+        columns: Columns of a tile, a multiple of 64.
+    """
+
+    def operands(dtype: DTypeLike) -> tuple[Smem, Smem]:
+        """The stages in a dtype, with 128 bytes of the reduction."""
+        width = 2 * STEP // jnp.dtype(dtype).itemsize
+        right = (columns, width) if transposed else (width, columns)
+        left = _STAGES, TILE_ROWS, width
+        return Smem(left, dtype), Smem((_STAGES, *right), dtype)
+
+    x_smem, w_smem = operands(x_dtype)
+    s_smem, b_smem = operands(dtype)
+    words = (
+        Smem.flat(len(masks), *(columns if n is None else n for n in shape))
+        for shape in (masks[0].expand if masks else ())
+    )
+    lengths = (TILE_ROWS, columns)[:num_scales]
+    is_same = jnp.dtype(x_dtype) == jnp.dtype(dtype)
+    return RingShape.of(
+        num_stages=_STAGES,
+        num_copies=2,
+        num_tile_copies=sum(one.num_expand_copies for one in masks) + num_scales,
+        overlay=None if is_same else {"s_smem": s_smem, "b_smem": b_smem},
+        x_smem=x_smem,
+        w_smem=w_smem,
+        out_smem=Smem((COMPUTE_WGS, 1 if masks else 2, ROWS, STEP), dtype),
+        words_smem=tuple(words),
+        scales_smem=tuple(Smem.flat(n, dtype=jnp.float32) for n in lengths),
+    )
+
+
+def _left_rows(left_smem: Ref, stage, wg) -> Ref:
+    """Returns a warpgroup's 64 rows of a stage's first operand."""
+    return left_smem.at[stage, pl.ds(wg * ROWS, ROWS)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Expand:
     """Computes tiles of y, the sum over P projections of `x W + mask * (s B)`.
 
@@ -45,7 +112,17 @@ class Expand:
     rank steps of the tile's adapters.
 
     Attributes:
-        ring: Shared memory.
+        ring: Barriers.
+        x_smem: Tiles of x, [num_stages, 128, width of a step].
+        w_smem: Tiles of W, [num_stages, width, columns]; or [num_stages, columns,
+            width] if `transposed`.
+        out_smem: Tiles of y on their way to device memory, by warpgroup and copy in
+            flight, [2, 1 or 2, 64, 64].
+        words_smem: Words of the masks of an output tile; empty: there are none.
+        scales_smem: Scales of an output tile's rows, and of its columns; empty, or of
+            the rows alone.
+        s_smem: Tiles of s like those of x if their dtype is another one, or None.
+        b_smem: Tiles of B likewise.
         x_gmem: x of each projection, [T, K].
         w_gmem: W of each projection, [L, K, N]; [L, N, K] if `transposed`.
         layer_gmem: Index of the layer in w_gmem, [1].
@@ -63,6 +140,13 @@ class Expand:
     """
 
     ring: Ring
+    x_smem: Ref
+    w_smem: Ref
+    out_smem: Ref
+    words_smem: tuple[Ref, ...] = ()
+    scales_smem: tuple[Ref, ...] = ()
+    s_smem: Ref = None
+    b_smem: Ref = None
     x_gmem: tuple[Ref, ...]
     w_gmem: tuple[Ref, ...]
     layer_gmem: Ref
@@ -80,9 +164,16 @@ class Expand:
     @property
     def _width(self) -> int:
         """Number of columns of a tile."""
-        width = self.ring.shape.columns
-        assert width is not None
-        return width
+        return self.w_smem.shape[1 if self.transposed else 2]
+
+    @property
+    def _k_step(self) -> tuple[Ref, Ref]:
+        """The stages of both operands of a step over K."""
+        return self.x_smem, self.w_smem
+
+    @property
+    def _rank_step(self) -> tuple[Ref, Ref]:
+        return self._k_step if self.s_smem is None else (self.s_smem, self.b_smem)
 
     def _block_and_column(self, item):
         t, n = self.y_gmem.shape
@@ -108,8 +199,8 @@ class Expand:
         return jnp.where(slot < 0, 0, num_chunks[jnp.maximum(slot, 0)])
 
     def _num_k_steps(self, p, slots):
-        k_step = self.ring.shape.k_step
-        num_steps = jnp.int32(pl.cdiv(self.x_gmem[p].shape[1], k_step))
+        num_steps = pl.cdiv(self.x_gmem[p].shape[1], self.x_smem.shape[2])
+        num_steps = jnp.int32(num_steps)
         return jnp.where((slots[0] >= 0) | (slots[1] >= 0), num_steps, 0)
 
     def _rank_steps(self, slots, num_chunks, wg):
@@ -131,27 +222,26 @@ class Expand:
         slots, num_chunks = prefetched
         rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, self._width)
 
-        def fill(i, step, *, operands, which, to: StepRefs):
-            left_gmem, right_gmem = operands
-            stage = self.ring.acquire(step)
-            ks = pl.ds(i * to.width, to.width)
+        def fill(i, step, *, operands, which, to: tuple[Ref, Ref]):
+            (left_gmem, right_gmem), (left_smem, right_smem) = operands, to
+            stage, width = self.ring.acquire(step), left_smem.shape[2]
+            ks, full = pl.ds(i * width, width), self.ring.stage_full.at[stage]
+            plgpu.copy_gmem_to_smem(left_gmem.at[rows, ks], left_smem.at[stage], full)
             at = (which, columns, ks) if self.transposed else (which, ks, columns)
-            full = self.ring.stage_full.at[stage]
-            plgpu.copy_gmem_to_smem(left_gmem.at[rows, ks], to.left.at[stage], full)
-            plgpu.copy_gmem_to_smem(right_gmem.at[at], to.right.at[stage], full)
+            plgpu.copy_gmem_to_smem(right_gmem.at[at], right_smem.at[stage], full)
             return step + 1
 
         for p, operands in enumerate(zip(self.x_gmem, self.w_gmem, strict=True)):
-            to, layer = self.ring.k_step, self.layer_gmem[0]
+            to, layer = self._k_step, self.layer_gmem[0]
             one = functools.partial(fill, operands=operands, which=layer, to=to)
             step = lax.fori_loop(0, self._num_k_steps(p, slots), one, step)
-        if self.ring.shape.has_tile_inputs:
-            pl.when(index > 0)(lambda: plgpu.barrier_wait(self.ring.words_empty))
+        if self.ring.shape.num_tile_copies:
+            pl.when(index > 0)(lambda: plgpu.barrier_wait(self.ring.tile_empty))
             self._load_tile_inputs(slots, block, column)
         for i, slot in enumerate(slots):
             shared = (i == 1) & (slots[0] == slots[1])
             for s, b, counts in zip(self.s_gmem, self.b_gmem, num_chunks, strict=True):
-                to = self.ring.rank_step
+                to = self._rank_step
                 one = functools.partial(fill, operands=(s, b), which=slot, to=to)
                 step = lax.fori_loop(0, jnp.where(shared, 0, counts[i]), one, step)
         return step
@@ -161,14 +251,14 @@ class Expand:
         columns = pl.ds(column, self._width)
         parts = pl.ds(block * ROWS, TILE_ROWS), columns
         for scale_gmem, part, scale_smem in zip(
-            self.scale_gmem, parts, self.ring.tile_scales_smem or (), strict=False
+            self.scale_gmem, parts, self.scales_smem, strict=False
         ):
-            full = self.ring.words_full
+            full = self.ring.tile_full
             plgpu.copy_gmem_to_smem(scale_gmem.at[part], scale_smem, full)
-        words_smem, num_blocks = self.ring.tile_words_smem, self.slot_gmem.shape[0]
+        words_smem, num_blocks = self.words_smem, self.slot_gmem.shape[0]
         tile = slots, block, num_blocks, columns
         for p, mask in enumerate(self.masks):
-            mask.copy_expand_words(words_smem, p, *tile, self.ring.words_full)
+            mask.copy_expand_words(words_smem, p, *tile, self.ring.tile_full)
 
     def _skip(self, num_steps, step):
         def one(_, step):
@@ -186,25 +276,25 @@ class Expand:
         before, own, after = self._rank_steps(slots, num_chunks, wg)
 
         def accumulate(acc):
-            def multiply(step, *, refs: StepRefs):
-                stage = self.ring.wait(step)
-                right = refs.right.at[stage]
+            def multiply(step, *, operands: tuple[Ref, Ref]):
+                (left_smem, right_smem), stage = operands, self.ring.wait(step)
+                right = right_smem.at[stage]
                 right = right.transpose((1, 0)) if self.transposed else right
-                plgpu.wgmma(acc, refs.left_rows(stage, wg), right)
+                plgpu.wgmma(acc, _left_rows(left_smem, stage, wg), right)
 
-            end, one = step, functools.partial(multiply, refs=self.ring.k_step)
+            end, one = step, functools.partial(multiply, operands=self._k_step)
             for p in range(len(self.x_gmem)):
                 end = self.ring.each_step(self._num_k_steps(p, slots), end, one)
             end = self._skip(before, end)
             if not self.masks:
-                one = functools.partial(multiply, refs=self.ring.rank_step)
+                one = functools.partial(multiply, operands=self._rank_step)
                 end = self.ring.each_step(sum(own), end, one)
             return acc[...], end
 
         y, step = pl.run_scoped(accumulate, plgpu.ACC((ROWS, self._width), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.ring.shape.has_tile_inputs:
-            plgpu.barrier_wait(self.ring.words_full)
+        if self.ring.shape.num_tile_copies:
+            plgpu.barrier_wait(self.ring.tile_full)
         if self.masks:
             safe_slot = jnp.maximum(slot, 0)
             each = zip(self.masks, self.settings, strict=True)
@@ -225,8 +315,8 @@ class Expand:
                     part = self._add_masked(part, i, step, own, thresholds, wg)
                 self._store(part, i, slot, row, start, wg)
 
-        if self.ring.shape.has_tile_inputs:
-            plgpu.barrier_arrive(self.ring.words_empty)
+        if self.ring.shape.num_tile_copies:
+            plgpu.barrier_arrive(self.ring.tile_empty)
         if self.masks:
 
             @pl.loop(0, sum(own))
@@ -241,14 +331,14 @@ class Expand:
         starts, layouts = (wg * ROWS, i * STEP), (PER_ROW, PER_COLUMN)
         each = zip(self.scale_gmem, starts, layouts, strict=False)
         for axis, (_, start, layout) in enumerate(each):
-            scales_smem = self.ring.tile_scales_smem[axis].at[pl.ds(start, STEP)]
+            scales_smem = self.scales_smem[axis].at[pl.ds(start, STEP)]
             scale = load_words(scales_smem, layout)
             y = y * lax.broadcast_in_dim(scale, y.shape, (axis,))
         return y
 
     def _b_columns(self, stage, i) -> Ref:
         """Returns the i-th 64 columns of a stage's B, as a right-hand side."""
-        part, b_smem = pl.ds(i * STEP, STEP), self.ring.rank_step.right
+        part, (_, b_smem) = pl.ds(i * STEP, STEP), self._rank_step
         if self.transposed:
             return b_smem.at[stage, part].transpose((1, 0))
         return b_smem.at[stage, :, part]
@@ -268,14 +358,14 @@ class Expand:
             def accumulate(acc):
                 def multiply(j, _):
                     stage = self.ring.stage(first + j)
-                    s_smem = self.ring.rank_step.left_rows(stage, wg)
+                    s_smem = _left_rows(self._rank_step[0], stage, wg)
                     plgpu.wgmma(acc, s_smem, self._b_columns(stage, i))
 
                 lax.fori_loop(0, num_steps, multiply, None)
                 return acc[...]
 
             term = pl.run_scoped(accumulate, plgpu.ACC((ROWS, STEP), jnp.float32))
-            words_smem, columns = self.ring.tile_words_smem, pl.ds(i * STEP, STEP)
+            words_smem, columns = self.words_smem, pl.ds(i * STEP, STEP)
             vectors = mask.expand_vectors(words_smem, p, wg, columns)
             return y + apply_mask(term, mask, vectors, threshold), first + num_steps
 
@@ -283,13 +373,13 @@ class Expand:
 
     def _store(self, y, i, slot, row, column, wg):
         """Starts the copy of the tile's i-th 64 columns to device memory."""
-        columns, num_buffers = pl.ds(column, STEP), self.ring.out_smem.shape[1]
+        columns, num_buffers = pl.ds(column, STEP), self.out_smem.shape[1]
         if self.bias_gmem is not None:
             bias = load_words(self.bias_gmem.at[columns], PER_COLUMN)
             y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, (1,))
         y = jnp.where(lax.broadcast(slot < 0, y.shape), zeros_like(y), y)
         plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
-        out_smem = self.ring.out_smem.at[wg, i % num_buffers]
+        out_smem = self.out_smem.at[wg, i % num_buffers]
         out_smem[...] = y.astype(self.y_gmem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, self.y_gmem.at[pl.ds(row, ROWS), columns])

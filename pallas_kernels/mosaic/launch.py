@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from jaxlora.pallas_kernels.device import traces_shapes_only
-from jaxlora.pallas_kernels.mosaic import lower
+from jaxlora.pallas_kernels.mosaic import hopper
+from jaxlora.pallas_kernels.mosaic.compile import runnable
 from jaxlora.pallas_kernels.mosaic.mask import Mask
-from jaxlora.pallas_kernels.mosaic.ring import Ring
-from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, RingShape
-from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, Ring, RingShape
+from jaxlora.pallas_kernels.projection import KernelSettings
 
 # Registers per thread of the loading warpgroup and of the computing ones. A block
 # starts with equal shares, in multiples of 8. Requests beyond their sum block forever.
@@ -44,7 +43,7 @@ class Role(Protocol):
 
     @property
     def ring(self) -> Ring:
-        """Shared memory."""
+        """Barriers."""
         ...
 
     def prefetch(self, item) -> tuple:
@@ -86,14 +85,14 @@ class Work:
     """Items of one kind. A kernel is compiled from all fields but the operands.
 
     Attributes:
-        role: Makes the role from the ring, the references to operands and results, and
-            `static_args`, by name.
+        role: Makes the role from the ring, the references to its arrays in shared
+            memory, to operands and to results, and `static_args`, by name.
         operands: Trees of arrays in device memory, by name.
         out_types: (name, tree of shapes and dtypes) of each result.
         num_items: Number of items.
         num_side_items: Number of items, the first ones, that run on the side
             multiprocessors.
-        ring: Shape of the ring in shared memory.
+        ring: Shape of the ring, and what else is in shared memory.
         static_args: (name, value) of the compile-time arguments.
         approx_math: Whether divisions, exponentials and roots may err by a few units in
             the last place of float32. It holds for all works of a kernel.
@@ -150,14 +149,7 @@ def _each_item(work: Work, role: Role, items: _ItemRange, do):
     return lax.fori_loop(0, items.count, one, start)[0]
 
 
-def launch(
-    works: Sequence[Work],
-    *,
-    dtype: DTypeLike,
-    num_sms: int,
-    num_side_sms: int = 0,
-    interpret: Any = None,
-) -> list[dict[str, Any]]:
+def launch(works: Sequence[Work], num_side_sms: int = 0) -> list[dict[str, Any]]:
     """Runs a kernel that processes each work's items, one work after the other.
 
     It is traced and compiled once for all calls with works of like shapes. An array
@@ -167,10 +159,7 @@ def launch(
     Args:
         works: The works. A multiprocessor goes on to the next work as soon as its own
             items are done, so no work may depend on the results of another.
-        dtype: Dtype of the rings' tiles.
-        num_sms: Number of multiprocessors to use.
         num_side_sms: Number of side multiprocessors, which run only side items.
-        interpret: Parameters of Pallas' GPU interpreter, or None.
 
     Returns:
         The results of each work, by name.
@@ -185,10 +174,9 @@ def launch(
         list(distinct.values()),
         tree=tree,
         operand_indices=tuple(index[id(array)] for array in arrays),
-        dtype=dtype,
-        num_sms=num_sms,
+        num_sms=hopper.num_sms(),
         num_side_sms=num_side_sms,
-        interpret=interpret,
+        interpret=hopper.interpret_params(),
     )
 
 
@@ -197,7 +185,6 @@ def launch(
     static_argnames=(
         "tree",
         "operand_indices",
-        "dtype",
         "num_sms",
         "num_side_sms",
         "interpret",
@@ -208,7 +195,6 @@ def _launch(
     *,
     tree: Any,
     operand_indices: tuple[int, ...],
-    dtype: DTypeLike,
     num_sms: int,
     num_side_sms: int,
     interpret: Any,
@@ -219,11 +205,10 @@ def _launch(
         works=jax.tree.unflatten(tree, [shapes[i] for i in operand_indices]),
         inputs=shapes,
         operand_indices=operand_indices,
-        dtype=jnp.dtype(dtype),
         num_sms=num_sms,
         num_side_sms=num_side_sms,
     )
-    run = jax.custom_batching.sequential_vmap(lower.runnable(kernel, interpret))
+    run = jax.custom_batching.sequential_vmap(runnable(kernel, interpret))
     outs = jax.tree.structure([dict(work.out_types) for work in kernel.works])
     return jax.tree.unflatten(outs, run(*inputs))
 
@@ -236,7 +221,6 @@ class Kernel:
         works: The works, whose operands are shapes.
         inputs: Shapes of the kernel's inputs.
         operand_indices: Number of the input that each operand of the works is.
-        dtype: Dtype of the rings' tiles.
         num_sms: Number of multiprocessors.
         num_side_sms: Number of side multiprocessors.
     """
@@ -244,7 +228,6 @@ class Kernel:
     works: list[Work]
     inputs: list[jax.ShapeDtypeStruct]
     operand_indices: tuple[int, ...]
-    dtype: jnp.dtype
     num_sms: int
     num_side_sms: int
 
@@ -260,17 +243,17 @@ class Kernel:
             interpret: Parameters of Pallas' GPU interpreter, or None.
         """
         works = self.works
-        groups = [group for w in works for group in w.ring.tile_groups(self.dtype)]
+        groups = [group for work in works for group in work.ring.groups()]
         return plgpu.kernel(
             self._body,
             out_type=self.out_types,
-            scratch_types=[
-                groups if len(groups) == 1 else plgpu.RefUnion(*groups),
-                [work.ring.barriers() for work in works],
-                plgpu.Barrier(
+            scratch_types={
+                "arrays": groups if len(groups) == 1 else plgpu.RefUnion(*groups),
+                "barriers": [work.ring.barriers() for work in works],
+                "work_done": plgpu.Barrier(
                     num_arrivals=COMPUTE_WGS, num_barriers=max(len(works) - 1, 1)
                 ),
-            ],
+            },
             grid=(self.num_sms,),
             grid_names=("sm",),
             num_threads=COMPUTE_WGS + 1,
@@ -283,33 +266,25 @@ class Kernel:
             ),
         )
 
-    def _body(self, *refs) -> None:
+    def _body(self, *refs, arrays, barriers, work_done) -> None:
         """The kernel's code, for references to inputs, results and shared memory."""
         works, num_in = self.works, len(self.inputs)
         in_tree = jax.tree.structure([work.operands for work in works])
         out_tree = jax.tree.structure([dict(work.out_types) for work in works])
-        num_out = out_tree.num_leaves
-        outs = jax.tree.unflatten(out_tree, refs[num_in : num_in + num_out])
+        outs = jax.tree.unflatten(out_tree, refs[num_in:])
         operands = jax.tree.unflatten(in_tree, [refs[i] for i in self.operand_indices])
-        groups, barriers, work_done = refs[num_in + num_out :]
-        tiles = _tiles_by_work(works, groups)
+        groups = iter(arrays)
         wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
         todo = []
         for i, work in enumerate(works):
-            ring = Ring(work.ring, *tiles[i], *barriers[i])
             named = _select(operands[i]) | outs[i] | dict(work.static_args)
+            for _ in work.ring.groups():
+                named |= next(groups)
+            ring = Ring(work.ring, **barriers[i])
             items = _assign_items(work, sm, self.num_sms, self.num_side_sms)
             todo.append((work, work.role(ring=ring, **named), items))
         pl.when(wg == COMPUTE_WGS)(lambda: _load_all(todo, work_done))
         pl.when(wg < COMPUTE_WGS)(lambda: _compute_all(todo, work_done, wg))
-
-
-def _tiles_by_work(works: Sequence[Work], groups: Any) -> list[list[Any]]:
-    """Returns the references to each work's tiles, in `Ring`'s order."""
-    given = iter(groups)
-    return [
-        [*next(given), next(given) if work.ring.value_dtype else None] for work in works
-    ]
 
 
 def _load_all(todo: list[tuple[Work, Role, _ItemRange]], work_done) -> None:

@@ -1,79 +1,270 @@
-"""Which linears and row-wise functions the `mosaic` back end runs."""
+"""Forward and backward pass of the `mosaic` back end, as sequences of kernels.
 
-from collections.abc import Sequence
-from typing import Any
+Forward: shrink (s = factor dropout(x) A), then expand (y = x W + s B).
+Backward: shrink (ds = factor dy B^T), then in one launch expand (dx = dy W^T +
+mask (ds A^T)) and outer (dA = dropout(x)^T ds and dB = s^T dy). The kernels that read
+x, or sum dx, do so for all projections at once.
+
+On an fp8 base, the products with W are of e4m3, and the shrinks also quantize their
+rows: x by its own rows' scales, and each dy times the scales of its output features, by
+one scale a row for all projections. So one accumulator can sum dx over them. Without
+masks, s comes divided by the rows' scales, and its term shares the accumulator with the
+frozen product. The gradients of A and B are computed from x and dy as they are. See
+docs/kernels.md.
+
+References:
+    LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.mosaic.hopper import unsupported_device
-from jaxlora.pallas_kernels.operands import unsupported_linear
-from jaxlora.pallas_kernels.projection import LinearShape, Projection
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.mosaic.launch import Work
+from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
+from jaxlora.pallas_kernels.mosaic.products import (
+    Side,
+    expand_with_outers,
+    expand_work,
+    outer_work,
+    produce,
+    quantize_shrink,
+    run_expand,
+    shrink,
+)
+from jaxlora.pallas_kernels.mosaic.ring import ROWS, STEP
+from jaxlora.pallas_kernels.operands import (
+    MAX_RANK,
+    Operands,
+    Term,
+    make_operands,
+    padded_rank,
+)
+from jaxlora.pallas_kernels.parts import Parts
+from jaxlora.pallas_kernels.projection import RANK_STEP, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
+from jaxlora.pallas_kernels.quantized.rows import row_scale
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
-from jaxlora.pallas_kernels.settings import RANK_STEP
 
-# A warpgroup has at least one feature per thread, and holds three rows in registers,
-# which spill with twice as many.
-_LEAST_FEATURES, _MOST_FEATURES = 128, 8192
-
-
-def unsupported(shape: LinearShape) -> str | None:
-    """Returns why these kernels cannot run such a linear here, or None if they can."""
-    if (reason := unsupported_device()) is not None:
-        return reason
-    if shape.weight_format != Fp8Weight.format:
-        return unsupported_linear(shape, multiple=RANK_STEP, least=2 * RANK_STEP)
-    if shape.dtype != jnp.bfloat16:
-        name = jnp.dtype(shape.dtype).name
-        return f"with fp8 weights its kernels take x in bfloat16 only, not {name}"
-    # Both passes copy whole steps of 128 bytes from device memory.
-    return unsupported_linear(shape, multiple=2 * RANK_STEP)
+# expand keeps the stages of all ranks of a tile filled.
+assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
+assert ROWS == TILE_TOKENS
 
 
-def unsupported_producer(
+def _swap_last_axes(x: Array) -> Array:
+    return x.transpose(0, 2, 1)
+
+
+def _fp8_weights(projections: Sequence[Projection]) -> list[Fp8Weight]:
+    """Returns the weights of projections on an fp8 base; others have none."""
+    return [p.w for p in projections if isinstance(p.w, Fp8Weight)]
+
+
+@functools.partial(jax.jit, static_argnames=("w_transposed",))
+def forward(
+    x: Float[Array, "T K"],
+    projections: tuple[Projection, ...],
+    layer: Int[Array, " 1"],
+    block_adapter: Int[Array, " NB"],
+    s: list[Array] | None = None,
+    *,
+    w_transposed: bool = False,
+) -> tuple[list[Array], list[Array]]:
+    """Computes y [T, N] and s = scaling * dropout(x) A [T, R] of each projection.
+
+    The backward pass reads s again. In each block of rows, only the ranks of the
+    block's own adapter are ever read. If s is given, it was computed beside x.
+    """
+    given = make_operands(x, projections, block_adapter)
+    if weights := _fp8_weights(projections):
+        assert s is None, "its kernels quantize x where they compute s"
+        return _fp8_forward(x, projections, weights, given)
+    if s is None:
+        a = [_swap_last_axes(a) for a in given.a]
+        s = shrink(x, a, given.settings, given.blocks, _masks(given))
+    y = []
+    for i, p in enumerate(projections):
+        b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
+        term = Term(x, p.dense_w, s[i], b, given.settings[i])
+        blocks, transposed = given.blocks, w_transposed
+        work = expand_work([term], layer, blocks, p.bias, transposed=transposed)
+        y.append(run_expand(work))
+    return y, s
+
+
+def _masks(given: Operands) -> list[Mask]:
+    return list(map(make_mask, given.masks))
+
+
+def _fp8_forward(
+    x: Float[Array, "T K"],
+    projections: tuple[Projection, ...],
+    weights: list[Fp8Weight],
+    given: Operands,
+) -> tuple[list[Array], list[Array]]:
+    """Computes `forward` on an fp8 base."""
+    scale = row_scale(x)
+    a = [_swap_last_axes(a) for a in given.a]
+    shared = given.settings, given.blocks, _masks(given)
+    rows = quantize_shrink(x, a, *shared, inverse=1 / scale)
+    y = []
+    for i, (p, w) in enumerate(zip(projections, weights, strict=True)):
+        b, values = _swap_last_axes(given.b[i]), w.values[None]
+        b = (b.astype(jnp.float32) / w.scale[:, None]).astype(b.dtype)
+        term = Term(rows.xq, values, rows.folded[i], b, given.settings[i])
+        work = expand_work(
+            [term],
+            jnp.zeros(1, jnp.int32),
+            given.blocks,
+            p.bias,
+            transposed=True,
+            scales=(scale, w.scale),
+        )
+        y.append(run_expand(work))
+    return y, rows.s
+
+
+@functools.partial(jax.jit, static_argnames=("w_transposed",))
+def backward(
+    dy: list[Array],
+    x: Float[Array, "T K"],
+    projections: tuple[Projection, ...],
+    s: list[Array],
+    layer: Int[Array, " 1"],
+    block_adapter: Int[Array, " NB"],
+    ds: list[Array] | None = None,
+    *,
+    w_transposed: bool = False,
+) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
+
+    If ds is given, it was computed beside dy.
+    """
+    given = make_operands(x, projections, block_adapter)
+    ranks = [p.a.shape[2] for p in projections]
+    if weights := _fp8_weights(projections):
+        assert ds is None, "its kernels quantize dy where they compute ds"
+        return _fp8_backward(dy, x, weights, s, given, ranks)
+    settings, blocks, masks = given.settings, given.blocks, _masks(given)
+    made, outers = [], []
+    for i, dy_i in enumerate(dy):
+        unmasked = [settings[i]], blocks, []
+        made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
+        outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
+    outers.append(outer_work(x, made, settings, blocks, masks, transposed=False))
+    a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
+    w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
+    each = zip(dy, w, made, a, settings, of_terms, strict=True)
+    terms = [Term(*one) for one in each]
+
+    def work(i):
+        return expand_work(terms[i], layer, blocks, transposed=not w_transposed)
+
+    return _run_backward(work, outers, ranks)
+
+
+def _fp8_backward(
+    dy: list[Array],
+    x: Float[Array, "T K"],
+    weights: list[Fp8Weight],
+    s: list[Array],
+    given: Operands,
+    ranks: list[int],
+) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
+    """Computes `backward` on an fp8 base."""
+    settings, blocks, masks = given.settings, given.blocks, _masks(given)
+    transposed, dy = _transposed(weights, dy)
+    scales = (row_scale(d, w.scale) for d, w in zip(dy, weights, strict=True))
+    scale = functools.reduce(jnp.maximum, scales)
+    ds, terms, outers = [], [], []
+    for i, dy_i in enumerate(dy):
+        unmasked = [settings[i]], blocks, []
+        factors = {"inverse": 1 / scale, "features": weights[i].scale}
+        rows = quantize_shrink(dy_i, [given.b[i]], *unmasked, **factors)
+        # A masked term cannot share the accumulator with the frozen product.
+        (s_i,), mask = (rows.s, masks[i]) if masks else (rows.folded, None)
+        w = transposed[i][None]
+        term = Term(rows.xq, w, s_i, given.a[i], settings[i], mask)
+        terms.append(term)
+        ds += rows.s
+        outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
+    outers.append(outer_work(x, ds, settings, blocks, masks, transposed=False))
+
+    def work(i):
+        layer = jnp.zeros(1, jnp.int32)
+        return expand_work(terms[i], layer, blocks, transposed=True, scales=(scale,))
+
+    return _run_backward(work, outers, ranks)
+
+
+def _transposed(
+    weights: list[Fp8Weight], dy: list[Array]
+) -> tuple[list[Array], list[Array]]:
+    """Returns each weight's values [K, N]; and dy, which must be read from here.
+
+    A copy that is made here is tied to dy, so that XLA makes it when this pass needs it
+    rather than for all layers in advance.
+    """
+    values = [w.values for w in weights if w.transposed is None]
+    if values:
+        values, dy = jax.lax.optimization_barrier((values, dy))
+    rest = iter(values)
+    copies = [next(rest).T if w.transposed is None else w.transposed for w in weights]
+    return copies, dy
+
+
+def _run_backward(
+    expand: Callable[[slice], Work],
+    outers: list[tuple[Work, Parts]],
+    ranks: list[int],
+) -> tuple[Array, list[dict[str, Array]]]:
+    """Runs expand and the outer products, as many projections in a launch as fit.
+
+    The stages of the ranks of all projections of a launch must fit into the ring.
+
+    Args:
+        expand: Makes the work that sums the terms of some of the projections.
+        outers: The work of dB for each projection, then that of dA for all of them.
+        ranks: The largest rank of each projection.
+
+    Returns:
+        dx [T, K], and for each projection `a` [G, K, R] and `b` [G, R, N], in float32.
+    """
+    dx, gradients = [], []
+    group = MAX_RANK // max(padded_rank(max(ranks)), STEP)
+    for first in range(0, len(ranks), group):
+        part, computed = expand_with_outers(expand(slice(first, first + group)), outers)
+        dx.append(part)
+        gradients += computed
+        outers = []
+    *db, da = gradients
+    return functools.reduce(jnp.add, dx), [
+        {"a": da_i[:, :, :r], "b": db_i[:, :r]}
+        for da_i, (db_i,), r in zip(da, db, ranks, strict=True)
+    ]
+
+
+def produce_beside(
     function: RowFunction,
     arguments: RowArguments,
     projections: Sequence[Projection],
+    block_adapter: Array,
     *,
     is_gradient: bool,
-) -> str | None:
-    """Returns why the kernel of a row-wise function cannot run here; None if it can.
+) -> tuple[list[Array], list[Array]]:
+    """Computes a row-wise function with the side products of linears.
 
-    Args:
-        function: The function.
-        arguments: Its arguments, or their shapes.
-        projections: The linears that take its result.
-        is_gradient: Whether its results are the gradients of their outputs.
+    See `Backend.produce`.
     """
-    if (reason := unsupported_device()) is not None:
-        return reason
-    if any(isinstance(p.w, Fp8Weight) for p in projections):
-        return "the rows of linears on an fp8 base are quantized before their products"
-    from jaxlora.pallas_kernels.mosaic import producers
-
-    return producers.unsupported(
-        function, arguments, projections, is_gradient=is_gradient
-    )
-
-
-def unsupported_norm_gradient(
-    h: jax.Array | jax.ShapeDtypeStruct, w: Any
-) -> str | None:
-    """Returns why the kernel of a norm's gradient does not run here; None if it does.
-
-    Args:
-        h: The rows that are normalized, or their shape.
-        w: The frozen weight of a linear behind the norm, or None.
-    """
-    if (reason := unsupported_device()) is not None:
-        return reason
-    if isinstance(w, Fp8Weight):
-        # With the kernel, a step of Llama-3.1-8B takes 0.5 % longer.
-        return "XLA finds the row maxima for fp8 while it adds up the gradients"
-    if h.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"the rows are {h.dtype.name}, not bfloat16, float16 or float32"
-    if h.ndim != 2 or not _LEAST_FEATURES <= h.shape[1] <= _MOST_FEATURES:
-        wanted = f"[T, D] with D from {_LEAST_FEATURES} to {_MOST_FEATURES}"
-        return f"the rows are {list(h.shape)}, not {wanted}"
-    return None
+    given = make_operands(arguments.tiles[0], projections, block_adapter)
+    a = given.b if is_gradient else [_swap_last_axes(a) for a in given.a]
+    sides = [
+        Side(result=i if is_gradient else 0, a=one, settings=settings)
+        for i, (one, settings) in enumerate(zip(a, given.settings, strict=True))
+    ]
+    masks = [] if is_gradient else _masks(given)
+    return produce(function, arguments, sides, given.blocks, masks)

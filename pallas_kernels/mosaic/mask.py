@@ -19,17 +19,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import WORDS, GivenMask, bit_of_token
-from jaxlora.pallas_kernels.mosaic.ring import Ref, zeros_like
-from jaxlora.pallas_kernels.mosaic.ring_shape import (
-    COMPUTE_WGS,
-    ROWS,
-    STEP,
-    MaskTiles,
-)
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, ROWS, STEP, Ref, zeros_like
 
 # Layouts of a vector with one value for each row, or column, of a tile.
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskTiles:
+    """Shapes of the words of one mask in shared memory.
+
+    Attributes:
+        shrink: Those that come with a stage of shrink.
+        outer: Those that come with a stage of outer.
+        expand: Those that come with an output tile of expand; None is the number of
+            columns of the tile.
+        num_expand_copies: Copies that fill those of an output tile.
+    """
+
+    shrink: tuple[int, ...]
+    outer: tuple[int, ...]
+    expand: tuple[tuple[int | None, ...], ...]
+    num_expand_copies: int
 
 
 class Vectors(typing.NamedTuple):

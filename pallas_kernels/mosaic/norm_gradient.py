@@ -25,8 +25,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxlora.pallas_kernels.device import traces_shapes_only
+from jaxlora.pallas_kernels.mosaic.compile import runnable
 from jaxlora.pallas_kernels.mosaic.hopper import interpret_params
-from jaxlora.pallas_kernels.mosaic.lower import runnable
 
 _THREADS = 128
 _LOAD_BYTES = 16  # of a thread at a time; the most there is
@@ -47,7 +47,7 @@ def norm_gradient(
     eps: float,
     offset: bool,
 ) -> Float[Array, "T D"]:
-    """Computes `dh` plus the gradient of a norm; see `backends.NormGradient`.
+    """Computes `dh` plus the gradient of a norm; see `Backend.norm_gradient`.
 
     Args:
         h: Rows that were normalized.

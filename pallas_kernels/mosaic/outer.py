@@ -13,22 +13,53 @@ See docs/kernels.md.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from jaxlora.pallas_kernels.mosaic.mask import (
-    Mask,
-    apply_mask,
+from jaxlora.pallas_kernels.mosaic.mask import Mask, MaskTiles, apply_mask
+from jaxlora.pallas_kernels.mosaic.ring import (
+    COMPUTE_WGS,
+    ROWS,
+    STEP,
+    Ref,
+    Ring,
+    RingShape,
+    Smem,
+    half,
+    stages_that_fit,
+    zeros_like,
 )
-from jaxlora.pallas_kernels.mosaic.ring import Ref, Ring, zeros_like
-from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS, STEP
 from jaxlora.pallas_kernels.parts import PartTable
 
 TILE_COLUMNS = COMPUTE_WGS * STEP
+
+
+def outer_ring(
+    num_projections: int, dtype: DTypeLike, mask: MaskTiles | None
+) -> RingShape:
+    """Returns the ring of `Outer` for operands in a dtype.
+
+    With one projection, the sum of a short part need not wait until the one before is
+    stored. With more of them, the stages need the room.
+    """
+    sums = (2 if num_projections == 1 else 1, COMPUTE_WGS, ROWS, STEP)
+    words = (num_projections, *(mask.outer if mask else (2, ROWS)))
+    stage_bytes = 2 * (COMPUTE_WGS + num_projections) * ROWS * STEP
+    stages = stages_that_fit(stage_bytes + 4 * math.prod(words), 4 * math.prod(sums))
+    return RingShape.of(
+        num_stages=stages,
+        num_copies=1 + num_projections * (2 if mask else 1),
+        wide_smem=Smem((stages, ROWS, TILE_COLUMNS), dtype),
+        narrow_smem=Smem((stages, num_projections, ROWS, STEP), dtype),
+        words_smem=Smem.flat(stages, *words) if mask else None,
+        sum_smem=Smem(sums, jnp.float32),
+    )
 
 
 class _Part(NamedTuple):
@@ -40,7 +71,7 @@ class _Part(NamedTuple):
     num_blocks: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outer:
     """Computes the sum of `wide^T narrow` over each part of a slot's rows.
 
@@ -49,7 +80,12 @@ class Outer:
     result.
 
     Attributes:
-        ring: Shared memory.
+        ring: Barriers.
+        wide_smem: Tiles of wide, [num_stages, 64, 128]; each warpgroup has one half.
+        narrow_smem: Tiles of narrow, [num_stages, P, 64, 64].
+        words_smem: Mask words that come with a stage, or None.
+        sum_smem: Sums on their way to device memory, by copy in flight and warpgroup,
+            [1 or 2, 2, 64, 64], float32.
         wide_gmem: x or dy, [T, K].
         narrow_gmem: ds or s of each projection, [T, R].
         out_gmem: Partial sums for each projection, [rows, K, R], float32; [rows, R, K]
@@ -65,6 +101,10 @@ class Outer:
     """
 
     ring: Ring
+    wide_smem: Ref
+    narrow_smem: Ref
+    words_smem: Ref = None
+    sum_smem: Ref
     wide_gmem: Ref
     narrow_gmem: tuple[Ref, ...]
     out_gmem: tuple[Ref, ...]
@@ -137,12 +177,12 @@ class Outer:
             rows, full = pl.ds(block * ROWS, ROWS), self.ring.stage_full.at[stage]
             columns = pl.ds(column, TILE_COLUMNS)
             wide_gmem = self.wide_gmem.at[rows, columns]
-            plgpu.copy_gmem_to_smem(wide_gmem, self.ring.x_smem.at[stage], full)
+            plgpu.copy_gmem_to_smem(wide_gmem, self.wide_smem.at[stage], full)
             for p, narrow in enumerate(self.narrow_gmem):
-                narrow_gmem, to_smem = narrow.at[rows, ranks], self.ring.w_smem
-                plgpu.copy_gmem_to_smem(narrow_gmem, to_smem.at[stage, p], full)
+                narrow_smem = self.narrow_smem.at[stage, p]
+                plgpu.copy_gmem_to_smem(narrow.at[rows, ranks], narrow_smem, full)
             for p, mask in enumerate(self.masks):
-                words_smem = self.ring.stage_words_smem.at[stage, p]
+                words_smem = self.words_smem.at[stage, p]
                 words = mask.outer_words(block, columns)
                 plgpu.copy_gmem_to_smem(words, words_smem, full)
 
@@ -182,9 +222,9 @@ class Outer:
                 def multiply(step):
                     stage = self.ring.wait(step)
                     for p, acc in enumerate(accs):
-                        narrow_smem = self.ring.w_smem.at[stage, p]
+                        narrow_smem = self.narrow_smem.at[stage, p]
                         if self.transposed:
-                            wide_smem = self.ring.x_half(stage, wg)
+                            wide_smem = half(self.wide_smem, stage, wg)
                             plgpu.wgmma(acc, narrow_smem.transpose((1, 0)), wide_smem)
                         else:
                             wide = self._wide(stage, wg, p, words)
@@ -200,7 +240,7 @@ class Outer:
                 # narrow was not written if the slot does not adapt the projection.
                 adapted = lax.broadcast(chunk < num_chunks[p], total.shape)
                 total = jnp.where(adapted, total, zeros_like(total))
-                buffer = lax.rem(i * len(sums) + p, jnp.int32(self._num_buffers()))
+                buffer = lax.rem(i * len(sums) + p, jnp.int32(self.sum_smem.shape[0]))
                 self._store(total, p, part, (chunk, column), (buffer, wg))
             return step
 
@@ -214,17 +254,13 @@ class Outer:
 
     def _wide(self, stage, wg, p, words):
         """Returns wide^T for projection p: in registers if masked, else in smem."""
-        wide_smem = self.ring.x_half(stage, wg).transpose((1, 0))
+        wide_smem = half(self.wide_smem, stage, wg).transpose((1, 0))
         if not self.masks:
             return wide_smem
         mask, (features, threshold) = self.masks[p], words[p]
-        words_smem = self.ring.stage_words_smem
-        vectors = mask.outer_vectors(words_smem, stage, p, wg, features)
+        vectors = mask.outer_vectors(self.words_smem, stage, p, wg, features)
         wide = plgpu.load(wide_smem, layout=plgpu.Layout.WGMMA)
         return apply_mask(wide, mask, vectors, threshold, token_axis=1)
-
-    def _num_buffers(self) -> int:
-        return self.ring.sum_smem.shape[0]
 
     def _store(self, total, p, part, at, buffer):
         """Starts the copy of a part's sum to its row, or to its slot's result."""
@@ -232,8 +268,8 @@ class Outer:
 
         @pl.when(column < self.wide_gmem.shape[1])
         def _():
-            plgpu.wait_smem_to_gmem(self._num_buffers() - 1, wait_read_only=True)
-            sum_smem = self.ring.sum_smem.at[buffer]
+            plgpu.wait_smem_to_gmem(self.sum_smem.shape[0] - 1, wait_read_only=True)
+            sum_smem = self.sum_smem.at[buffer]
             sum_smem[...] = total
             plgpu.commit_smem()
             k, r = pl.ds(column, STEP), pl.ds(chunk * STEP, STEP)

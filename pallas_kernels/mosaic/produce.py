@@ -11,16 +11,30 @@ See docs/kernels.md.
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from jaxlora.pallas_kernels.mosaic.mask import PER_COLUMN, PER_ROW, load_words
-from jaxlora.pallas_kernels.mosaic.ring import Ref
-from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS, STEP
-from jaxlora.pallas_kernels.mosaic.shrink import Shrink
+from jaxlora.pallas_kernels.mosaic.mask import (
+    PER_COLUMN,
+    PER_ROW,
+    MaskTiles,
+    load_words,
+)
+from jaxlora.pallas_kernels.mosaic.ring import (
+    COMPUTE_WGS,
+    ROWS,
+    STEP,
+    Ref,
+    RingShape,
+    Smem,
+    stages_that_fit,
+)
+from jaxlora.pallas_kernels.mosaic.shrink import WIDTH, Shrink, output_smem
 from jaxlora.pallas_kernels.row_function import (
     RowArguments,
     RowFunction,
@@ -30,18 +44,71 @@ from jaxlora.pallas_kernels.row_function import (
     tile_of,
 )
 
-_WIDTH = COMPUTE_WGS * STEP
 _TILE = ROWS, STEP
 
 
-@dataclasses.dataclass(frozen=True)
+def produce_ring(
+    num_projections: int,
+    width: int,
+    dtype: DTypeLike,
+    mask: MaskTiles | None,
+    *,
+    num_tiles: int,
+    num_results: int,
+    features: tuple[DTypeLike, ...],
+) -> RingShape:
+    """Returns the ring of `Produce` for a row-wise function.
+
+    Args:
+        num_projections: P, the number of side products.
+        width: Number of ranks of a tile.
+        dtype: Dtype of the function's tiles and results.
+        mask: Shapes of each mask's words; None: there are no masks.
+        num_tiles: Number of the function's arguments that are tiles.
+        num_results: Number of its results.
+        features: Dtypes of its vectors of features, which are the same.
+    """
+    words = (num_projections, *mask.shrink) if mask else (0,)
+    stage_bytes = 2 * WIDTH * (num_tiles * ROWS + num_projections * width)
+    stage_bytes += 4 * math.prod(words)
+    stage_bytes += WIDTH * sum(jnp.dtype(one).itemsize for one in features)
+
+    def num_stages(num_buffers: int) -> int:
+        results = 2 * num_results * COMPUTE_WGS * num_buffers * ROWS * STEP
+        return stages_that_fit(stage_bytes, 4 * ROWS * width + results)
+
+    # Two copies of a result are in flight, if that leaves two stages.
+    num_buffers = 2 if num_stages(2) >= 2 else 1
+    stages, factors = num_stages(num_buffers), None
+    if features:
+        factors = Smem.flat(stages, WIDTH * len(features), dtype=features[0])
+    results = num_results, COMPUTE_WGS, num_buffers, ROWS, STEP
+    return RingShape.of(
+        num_stages=stages,
+        num_copies=num_tiles + len(features) + num_projections * (2 if mask else 1),
+        x_smem=Smem((stages, num_tiles, ROWS, WIDTH), dtype),
+        a_smem=Smem((stages, num_projections, width, WIDTH), dtype),
+        words_smem=Smem.flat(stages, *words) if mask else None,
+        outputs_smem=output_smem(width, dtype),
+        factors_smem=factors,
+        result_smem=Smem(results, dtype),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Produce(Shrink):
     """Computes items of s and, in those of the first chunk of ranks, the results.
 
     Rows of padding are computed as other rows are, with the adapter of slot 0 for s,
     which nobody reads.
 
+    A stage has a tile of each argument, so x_smem is [num_stages, tiles, 64, 128].
+
     Attributes:
+        factors_smem: Values of features that come with a stage, [num_stages, 128 times
+            their number], or None.
+        result_smem: Results on their way to device memory, by result, warpgroup and
+            copy in flight, [results, 2, 1 or 2, 64, 64].
         more_gmem: The tiles after the first one, which is `x_gmem`, [T, K].
         row_gmem: The values of rows, [T].
         feature_gmem: The values of features, [K].
@@ -50,6 +117,8 @@ class Produce(Shrink):
         sides: Number of the result that each side product takes.
     """
 
+    factors_smem: Ref = None
+    result_smem: Ref
     more_gmem: tuple[Ref, ...]
     row_gmem: tuple[Ref, ...]
     feature_gmem: tuple[Ref, ...]
@@ -70,7 +139,7 @@ class Produce(Shrink):
         """Reads (slot, number of steps) of an item."""
         block, chunk = self._block_and_chunk(item)
         slot = jnp.maximum(self.slot_gmem[block], 0)
-        num_steps = jnp.int32(self.x_gmem.shape[1] // _WIDTH)
+        num_steps = jnp.int32(self.x_gmem.shape[1] // WIDTH)
         return slot, jnp.where(self._is_needed(chunk, slot), num_steps, 0)
 
     def load(self, index, item, prefetched, step):
@@ -81,13 +150,13 @@ class Produce(Shrink):
 
         def fill(i, step):
             stage = self.ring.acquire(step)
-            full, ks = self.ring.stage_full.at[stage], pl.ds(i * _WIDTH, _WIDTH)
+            full, ks = self.ring.stage_full.at[stage], pl.ds(i * WIDTH, WIDTH)
             for t, tile_gmem in enumerate((self.x_gmem, *self.more_gmem)):
-                tile_smem = self.ring.x_smem.at[stage, t]
+                tile_smem = self.x_smem.at[stage, t]
                 plgpu.copy_gmem_to_smem(tile_gmem.at[rows, ks], tile_smem, full)
             for f, feature_gmem in enumerate(self.feature_gmem):
-                own = pl.ds(f * _WIDTH, _WIDTH)
-                feature_smem = self.ring.factors_smem.at[stage, own]
+                own = pl.ds(f * WIDTH, WIDTH)
+                feature_smem = self.factors_smem.at[stage, own]
                 plgpu.copy_gmem_to_smem(feature_gmem.at[ks], feature_smem, full)
             self._fill_operands(stage, block, slot, chunk, ks, full)
             return step + 1
@@ -105,14 +174,14 @@ class Produce(Shrink):
         known, names = {}, iter(self._program.inputs)
         half = pl.ds(wg * STEP, STEP)
         for t in range(1 + len(self.more_gmem)):
-            tile_smem = self.ring.x_smem.at[stage, t, :, half]
+            tile_smem = self.x_smem.at[stage, t, :, half]
             tile = plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA)
             known[next(names)] = Value("tile", tile)
         for value in rows:
             known[next(names)] = value
         for f in range(len(self.feature_gmem)):
-            own = pl.ds(f * _WIDTH + wg * STEP, STEP)
-            words = load_words(self.ring.factors_smem.at[stage, own], PER_COLUMN)
+            own = pl.ds(f * WIDTH + wg * STEP, STEP)
+            words = load_words(self.factors_smem.at[stage, own], PER_COLUMN)
             known[next(names)] = Value("feature", words)
         return known
 
@@ -129,7 +198,7 @@ class Produce(Shrink):
                 results = self._results(stage, wg, rows)
                 for p, (acc, result) in enumerate(zip(accs, self.sides, strict=True)):
                     x = self._masked(results[result], stage, wg, p, tokens, slot)
-                    a_smem = self.ring.w_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
+                    a_smem = self.a_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
                     plgpu.wgmma(acc, x, a_smem.transpose((1, 0)))
                 column = ((now - step) * COMPUTE_WGS + wg) * STEP
                 self._send(results, now - step, (block, column), chunk, wg)
@@ -137,7 +206,7 @@ class Produce(Shrink):
             after = self.ring.each_step(num_steps, step, multiply, num_in_flight=0)
             return [acc[...] for acc in accs], after
 
-        width = self.ring.shape.w_tile[1]
+        width = self.a_smem.shape[2]
         accs = [plgpu.ACC((ROWS, width), jnp.float32)] * len(self.a_gmem)
         sums, step = pl.run_scoped(accumulate, *accs)
         self._finish(sums, item, prefetched, wg, ())
@@ -152,7 +221,7 @@ class Produce(Shrink):
     def _send(self, results, i, at, chunk, wg) -> None:
         """Starts the copies of a step's results to device memory."""
         block, column = at
-        num_buffers = self.ring.result_smem.shape[2]
+        num_buffers = self.result_smem.shape[2]
         buffer = lax.rem(i, jnp.int32(num_buffers))
 
         def send():
@@ -161,7 +230,7 @@ class Produce(Shrink):
             ):
                 in_flight = num_buffers * len(results) - 1
                 plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-                tile_smem = self.ring.result_smem.at[q, wg, buffer]
+                tile_smem = self.result_smem.at[q, wg, buffer]
                 tile_smem[...] = value
                 plgpu.commit_smem()
                 rows, columns = pl.ds(block * ROWS, ROWS), pl.ds(column, STEP)

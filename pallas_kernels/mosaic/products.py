@@ -1,7 +1,16 @@
-"""The three products as functions of arrays: `shrink`, `expand` and `outer`.
+"""The kernels as functions of arrays: `shrink`, `produce`, `expand` and `outer`.
 
 Each builds a `Work`, which `launch` runs. `expand_with_outers` runs an expand and the
-outer products that do not depend on it in one launch. See docs/kernels.md.
+outer products that do not depend on it in one launch.
+
+With e4m3 operands, the frozen product takes `x = xs * xq` and `W = ws * wq`, with xq
+and wq in float8_e4m3fn, a scale xs for each row of x and a scale ws for each column of
+W. Its accumulator holds y / (xs ws). So the LoRA term can share it as
+`(s / xs) (B / ws)`, in bfloat16; `quantize_shrink` computes xq and s / xs. See
+docs/kernels.md.
+
+References:
+    FP8 Formats for Deep Learning, arXiv 2209.05433, section 3 (the e4m3 format).
 """
 
 import dataclasses
@@ -14,37 +23,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxlora.pallas_kernels.mosaic import hopper as device
-from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand
+from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand, expand_ring
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
-from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask
-from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer
-from jaxlora.pallas_kernels.mosaic.quantize import QuantizeShrink
-from jaxlora.pallas_kernels.mosaic.ring_shape import COLUMNS, STEP, MaskTiles, RingShape
-from jaxlora.pallas_kernels.mosaic.shrink import Shrink
+from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask, MaskTiles
+from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer, outer_ring
+from jaxlora.pallas_kernels.mosaic.produce import Produce, produce_ring
+from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
+from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_ring
 from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     band_for,
+    best_plan,
     columns_for,
-    plan_side_items,
     shares_for,
     splits_for,
 )
+from jaxlora.pallas_kernels.operands import Blocks, Term
 from jaxlora.pallas_kernels.parts import Parts, make_parts, max_split_slots, sum_parts
-from jaxlora.pallas_kernels.routing import Blocks
-from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.projection import KernelSettings
+from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction, row_program
 
 _MIN_STAGES = 3  # with fewer stages, the computing warpgroups would wait for data
 _MAX_OUTERS = 3  # the compiler takes minutes for more works in a kernel
-
-
-def run(works: list[Work], dtype, num_side_sms: int = 0) -> list[dict[str, Any]]:
-    return launch(
-        works,
-        dtype=jnp.dtype(dtype),
-        num_sms=device.num_sms(),
-        num_side_sms=num_side_sms,
-        interpret=device.interpret_params(),
-    )
 
 
 def rows_read(
@@ -76,48 +76,7 @@ def shrink(x, a, settings, blocks: Blocks, masks) -> list[Array]:
     Returns:
         s of each projection, [T, R].
     """
-    r = a[0].shape[1]
-    width = min(r, STEP)
-    ring = RingShape.shrink(len(a), width, mask=tiles_of(masks))
-    if ring.num_stages < _MIN_STAGES:  # one projection always fits
-        first, rest = (
-            shrink(x, a[p], settings[p], blocks, masks[p])
-            for p in (slice(0, 1), slice(1, None))
-        )
-        return first + rest
-    out = [jax.ShapeDtypeStruct((x.shape[0], r), x.dtype)] * len(a)
-    work = Work(
-        role=Shrink,
-        operands=_shrink_operands(x, a, settings, blocks, masks),
-        out_types=(("s_gmem", tuple(out)),),
-        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
-        ring=ring,
-    )
-    return list(run([work], x.dtype)[0]["s_gmem"])
-
-
-def _shrink_operands(x, a, settings, blocks: Blocks, masks) -> dict[str, Any]:
-    """Returns the operands that `Shrink` and `QuantizeShrink` share."""
-    return {
-        "x_gmem": x,
-        "a_gmem": tuple(a),
-        "slot_gmem": blocks.slot,
-        "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
-        "masks": tuple(masks),
-    }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowFactors:
-    """The factors of an array that is quantized by rows.
-
-    Attributes:
-        inverse: The inverse of each row's scale, [T], float32.
-        features: Factor of each feature, [K], float32; None: they are 1.
-    """
-
-    inverse: Array
-    features: Array | None = None
+    return list(_shrink(x, a, settings, blocks, masks)["s_gmem"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +95,7 @@ class Quantized:
 
 
 def quantize_shrink(
-    x, a, settings, blocks: Blocks, masks, factors: RowFactors
+    x, a, settings, blocks: Blocks, masks, *, inverse: Array, features=None
 ) -> Quantized:
     """Quantizes x and computes s of each projection; see `QuantizeShrink`.
 
@@ -148,66 +107,156 @@ def quantize_shrink(
         settings: Settings of each projection.
         blocks: Slots of the rows.
         masks: Mask of each projection; empty without dropout.
-        factors: Factors with which x is quantized; s is of x itself.
+        inverse: The inverse of each row's scale, [T], float32.
+        features: Factor of each feature in xq, [K], float32; None: they are 1. s is of
+            x itself.
     """
-    given = x, a, settings, blocks, masks, factors
-    out = _quantize_shrink(*given, writes_xq=True)
+    factors = inverse, features
+    out = _shrink(x, a, settings, blocks, masks, factors, writes_xq=True)
     return Quantized(
         xq=out["xq_gmem"], s=list(out["s_gmem"]), folded=list(out["folded_gmem"])
     )
 
 
-def _quantize_shrink(
-    x, a, settings, blocks: Blocks, masks, factors: RowFactors, *, writes_xq: bool
+def _shrink(
+    x,
+    a,
+    settings,
+    blocks: Blocks,
+    masks,
+    factors: tuple[Array, Array | None] | None = None,
+    *,
+    writes_xq: bool = False,
 ) -> dict[str, Any]:
-    """Returns the results of `QuantizeShrink`, by name; xq only if it is wanted."""
+    """Returns the results of `Shrink` by name; with factors, of `QuantizeShrink`."""
     r = a[0].shape[1]
-    width = min(r, STEP)
-    ring = RingShape.shrink(
+    ring = shrink_ring(
         len(a),
-        width,
-        mask=tiles_of(masks),
+        min(r, STEP),
+        x.dtype,
+        tiles_of(masks),
         quantizes=writes_xq,
-        has_factors=factors.features is not None,
+        has_factors=factors is not None and factors[1] is not None,
     )
     if ring.num_stages < _MIN_STAGES:  # one projection always fits
         first, rest = (
-            _quantize_shrink(
-                x, a[p], settings[p], blocks, masks[p], factors, writes_xq=writes
-            )
+            _shrink(x, a[p], settings[p], blocks, masks[p], factors, writes_xq=writes)
             for p, writes in ((slice(0, 1), writes_xq), (slice(1, None), False))
         )
-        return first | {k: first[k] + rest[k] for k in ("s_gmem", "folded_gmem")}
+        return first | {k: first[k] + rest[k] for k in rest if k != "xq_gmem"}
     s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(a)
-    xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
+    operands = {
+        "x_gmem": x,
+        "a_gmem": tuple(a),
+        "slot_gmem": blocks.slot,
+        "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
+        "masks": tuple(masks),
+    }
+    role, out_types = Shrink, (("s_gmem", s),)
+    if factors is not None:
+        xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
+        role = QuantizeShrink
+        out_types = ("xq_gmem", xq), *out_types, ("folded_gmem", s)
+        operands |= dict(zip(("inverse_gmem", "factor_gmem"), factors, strict=True))
     work = Work(
-        role=QuantizeShrink,
-        operands=_shrink_operands(x, a, settings, blocks, masks)
-        | {"inverse_gmem": factors.inverse, "factor_gmem": factors.features},
-        out_types=(("xq_gmem", xq), ("s_gmem", s), ("folded_gmem", s)),
+        role=role,
+        operands=operands,
+        out_types=out_types,
         num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
-    return run([work], x.dtype)[0]
+    return launch([work])[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """The operands of one projection's term in an expand product.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """A side product of a row-wise function: `s = factor * dropout(result) A`.
 
     Attributes:
-        x: [T, K].
-        w: [L, K, N]; [L, N, K] if the product is `transposed`.
-        s: [T, R], in the dtype of the result.
-        b: [G, R, N]; [G, N, R] if the product is `transposed`.
+        result: Number of the result.
+        a: [G, R, K].
         settings: Settings of the slots.
     """
 
-    x: Array
-    w: Array
-    s: Array
-    b: Array
+    result: int
+    a: Array
     settings: KernelSettings
+
+
+def produce(
+    function: RowFunction,
+    arguments: RowArguments,
+    sides: Sequence[Side],
+    blocks: Blocks,
+    masks: Sequence[Mask] = (),
+) -> tuple[list[Array], list[Array]]:
+    """Computes the results of a row-wise function, and its side products.
+
+    Args:
+        function: The function.
+        arguments: Its arguments.
+        sides: The side products; at least one.
+        blocks: Slots of the rows.
+        masks: Mask of each side product; empty without dropout.
+
+    Returns:
+        The results, [T, K], and s of each side product, [T, R].
+    """
+    (x, *more), r = arguments.tiles, sides[0].a.shape[1]
+    program = row_program(function, arguments, ROWS)
+    results = (jax.ShapeDtypeStruct(x.shape, x.dtype),) * len(program.results)
+    s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(sides)
+    settings = [side.settings for side in sides]
+    work = Work(
+        role=Produce,
+        operands={
+            "x_gmem": x,
+            "more_gmem": tuple(more),
+            "row_gmem": tuple(arguments.rows),
+            "feature_gmem": tuple(arguments.features),
+            "a_gmem": tuple(side.a for side in sides),
+            "slot_gmem": blocks.slot,
+            "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
+            "masks": tuple(masks),
+        },
+        out_types=(("result_gmem", results), ("s_gmem", s)),
+        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
+        ring=producer_ring(function, arguments, len(sides), r, tiles_of(masks)),
+        static_args=(
+            ("function", function),
+            ("sides", tuple(side.result for side in sides)),
+        ),
+        approx_math=True,
+    )
+    out = launch([work])[0]
+    return list(out["result_gmem"]), list(out["s_gmem"])
+
+
+def producer_ring(
+    function: RowFunction,
+    arguments: RowArguments,
+    num_sides: int,
+    rank: int,
+    mask: MaskTiles | None,
+) -> RingShape:
+    """Returns the ring of a function with side products.
+
+    Args:
+        function: The function.
+        arguments: Its arguments, or their shapes.
+        num_sides: Number of side products.
+        rank: R.
+        mask: Shapes of each mask's words; None: there are no masks.
+    """
+    return produce_ring(
+        num_sides,
+        min(rank, STEP),
+        arguments.tiles[0].dtype,
+        mask,
+        num_tiles=len(arguments.tiles),
+        num_results=len(row_program(function, arguments, ROWS).results),
+        features=tuple(x.dtype for x in arguments.features),
+    )
 
 
 def expand_work(
@@ -215,7 +264,6 @@ def expand_work(
     layer: Int[Array, " 1"],
     blocks: Blocks,
     bias: Array | None = None,
-    masks: Sequence[Mask] = (),
     *,
     transposed: bool,
     band: int | None = None,
@@ -224,20 +272,23 @@ def expand_work(
     """Makes the work that computes the sum of `x W + mask * (s B)`, + bias.
 
     Args:
-        terms: The terms of the sum.
+        terms: The terms of the sum; all have a mask of the same kind or none has. s is
+            in the dtype of the result. B is [G, N, R] if the product is `transposed`.
         layer: Index of the layer in every W.
         blocks: Slots of the rows.
         bias: [N].
-        masks: Mask of each term; empty without dropout.
         transposed: Whether W and B are stored transposed.
         band: Tile rows visited together; None: the tuning table's choice.
-        scales: Scales of the sum's rows, [T], or of its rows and its columns, [N], for
-            x and W in float8_e4m3fn. The product must be `transposed` then.
+        scales: Scales of the sum's rows, [T], or of its rows and its columns, [N], all
+            positive, for x and W in float8_e4m3fn. The product must be `transposed`
+            then, and K and N multiples of 64. Without masks, s and B come divided
+            by the scales. Rows of padding of y are zero, whatever the operands hold.
     """
     x, w = [term.x for term in terms], terms[0].w
     t, n = x[0].shape[0], w.shape[1] if transposed else w.shape[2]
     k = sum(part.shape[1] for part in x)
     settings = [term.settings for term in terms]
+    masks = [term.mask for term in terms if term.mask is not None]
     # On an fp8 base, narrower tiles have not been measured.
     columns = COLUMNS if scales else columns_for(t, n, device.num_sms())
     return Work(
@@ -256,11 +307,11 @@ def expand_work(
         },
         out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), terms[0].s.dtype)),),
         num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / columns),
-        ring=RingShape.wide(
+        ring=expand_ring(
+            x[0].dtype,
+            terms[0].s.dtype,
+            [mask.tiles for mask in masks],
             transposed=transposed,
-            num_masks=len(masks),
-            mask=tiles_of(masks),
-            value_dtype=x[0].dtype if scales else None,
             num_scales=len(scales),
             columns=columns,
         ),
@@ -271,14 +322,9 @@ def expand_work(
     )
 
 
-def expand(*args, **kwargs) -> Array:
-    """Runs `expand_work` alone and returns y, [T, N]."""
-    return run_expand(expand_work(*args, **kwargs))
-
-
 def run_expand(work: Work) -> Array:
     """Runs the work of an expand product alone and returns y, [T, N]."""
-    return run([work], dict(work.out_types)["y_gmem"].dtype)[0]["y_gmem"]
+    return launch([work])[0]["y_gmem"]
 
 
 def outer_work(
@@ -322,7 +368,7 @@ def outer_work(
             ("result_gmem", out(num_slots) if direct else None),
         ),
         num_items=math.ceil(k / TILE_COLUMNS) * shares * math.ceil(r / STEP),
-        ring=RingShape.outer(len(narrow), mask=tiles_of(masks)),
+        ring=outer_ring(len(narrow), wide.dtype, tiles_of(masks)),
         static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts
@@ -331,8 +377,7 @@ def outer_work(
 def outer(*args, **kwargs) -> list[Array]:
     """Runs `outer_work` alone; returns each projection's gradient, [G, K, R]."""
     work, parts = outer_work(*args, **kwargs)
-    results = run([work], work.operands["wide_gmem"].dtype)[0]
-    return _gradients(parts, results)
+    return _gradients(parts, launch([work])[0])
 
 
 def _gradients(parts: Parts, results: dict[str, Any]) -> list[Array]:
@@ -350,9 +395,10 @@ def expand_with_outers(
     Some of the outer products' items run on multiprocessors that expand leaves idle.
     """
     outers, alone = outers[:_MAX_OUTERS], outers[_MAX_OUTERS:]
-    y = dict(expand.out_types)["y_gmem"]
     num_blocks = expand.operands["slot_gmem"].shape[0]
-    k_step = expand.ring.k_step
+    smem = dict(expand.ring.smem)
+    _, _, k_step = smem["x_smem"].shape
+    columns = smem["w_smem"].shape[1 if dict(expand.static_args)["transposed"] else 2]
     steps = [math.ceil(x.shape[1] / k_step) for x in expand.operands["x_gmem"]]
     costs = [
         OuterCost(
@@ -363,13 +409,12 @@ def expand_with_outers(
         )
         for work, parts in outers
     ]
-    assert expand.ring.columns is not None
-    wide_steps = sum(steps) * expand.ring.columns / COLUMNS
-    plan = plan_side_items(expand.num_items, wide_steps, costs, device.num_sms())
+    wide_steps = sum(steps) * columns / COLUMNS
+    _, plan = best_plan(expand.num_items, wide_steps, costs, device.num_sms())
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))
-    results = run(works, y.dtype, plan.num_side_sms)
-    results += [run([work], y.dtype)[0] for work, _ in alone]
+    results = launch(works, plan.num_side_sms)
+    results += [launch([work])[0] for work, _ in alone]
     each = zip((*outers, *alone), results[1:], strict=True)
     return results[0]["y_gmem"], [_gradients(parts, sums) for (_, parts), sums in each]

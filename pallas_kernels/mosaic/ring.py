@@ -9,7 +9,8 @@ wait for device memory, take as many stages as fit. See docs/kernels.md.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -17,8 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from jaxlora.pallas_kernels.mosaic.ring_shape import ROWS, STEP, RingShape
+ROWS = 64  # token rows of one warpgroup: the M of one wgmma
+STEP = 64  # reduction step: 128 bytes of bf16, the widest swizzle
+COLUMNS = 256  # the most columns of a tile of the wide product
+COMPUTE_WGS = 2  # warpgroups that compute
+_SHARED_BYTES = 227 * 1024
 
 # A reference to device memory (`*_gmem`), shared memory (`*_smem`) or barriers, or a
 # view of one. Pallas has no common type for these.
@@ -26,100 +32,126 @@ Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class StepRefs:
-    """The stages of the wide product as one kind of step sees them.
+class Smem:
+    """An array in shared memory.
 
     Attributes:
-        left: First operands, [num_stages, 128, width].
-        right: Second operands, [num_stages, 256, width] if W is stored transposed, else
-            [num_stages, width, 256].
-        width: Length of the step's reduction.
+        shape: Its shape.
+        dtype: Its dtype.
+        is_tiled: Whether it is laid out in tiles, as tensor cores read and write it.
+        over: Another array in the same bytes; a role has the pair of them.
     """
 
-    left: Ref
-    right: Ref
-    width: int
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    is_tiled: bool = True
+    over: "Smem | None" = None
 
-    def left_rows(self, stage, wg) -> Ref:
-        """Returns a warpgroup's 64 rows of a stage's first operand."""
-        return self.left.at[stage, pl.ds(wg * ROWS, ROWS)]
+    @classmethod
+    def flat(cls, *shape: int, dtype: DTypeLike = jnp.uint32) -> "Smem":
+        """Makes an array that is not tiled, by default of mask words."""
+        return cls(shape, dtype, is_tiled=False)
+
+    def ref_type(self) -> Any:
+        """Returns its scratch type; tiles get the widest swizzle that fits."""
+        transforms = ()
+        if self.is_tiled:
+            itemsize = jnp.dtype(self.dtype).itemsize
+            swizzle = math.gcd(self.shape[-1] * itemsize, 128)
+            tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+            transforms = tiling, plgpu.SwizzleTransform(swizzle)
+        own = plgpu.SMEM(self.shape, self.dtype, transforms=transforms)
+        return plgpu.RefUnion(own, self.over.ref_type()) if self.over else own
+
+
+@dataclasses.dataclass(frozen=True)
+class RingShape:
+    """The shared memory and the barriers of a work.
+
+    Attributes:
+        num_stages: Number of stages.
+        num_copies: Copies that fill a stage. The loader's time goes by their number.
+        num_tile_copies: Copies that fill what comes with an output tile, such as mask
+            words; 0: nothing does.
+        smem: Arrays, or tuples of them, by the names that the role has for them.
+        overlay: Such arrays in the bytes of the first ones.
+    """
+
+    num_stages: int
+    num_copies: int
+    num_tile_copies: int
+    smem: tuple[tuple[str, Any], ...]
+    overlay: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(
+        cls,
+        num_stages: int,
+        num_copies: int,
+        num_tile_copies: int = 0,
+        overlay: dict[str, Smem] | None = None,
+        **smem: Any,
+    ) -> "RingShape":
+        """Returns the ring of arrays in this order; the role lacks those of None."""
+        found = tuple((name, one) for name, one in smem.items() if one)
+        over = tuple((overlay or {}).items())
+        return cls(num_stages, num_copies, num_tile_copies, found, over)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Returns the scratch types by name; the groups share their bytes.
+
+        JAX would sort the names of a plain `dict`, and with them shared memory.
+        """
+        given = [self.smem, self.overlay] if self.overlay else [self.smem]
+        return [
+            OrderedDict((name, jax.tree.map(Smem.ref_type, one)) for name, one in group)
+            for group in given
+        ]
+
+    def barriers(self) -> dict[str, Any]:
+        """Returns the scratch types of the barriers of `Ring`, by name."""
+        full = plgpu.Barrier(num_arrivals=self.num_copies, num_barriers=self.num_stages)
+        empty = plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=self.num_stages)
+        return OrderedDict(
+            stage_full=full,
+            stage_empty=empty,
+            sum_empty=plgpu.Barrier(),
+            sum_full=plgpu.Barrier(),
+            tile_full=plgpu.Barrier(num_arrivals=max(self.num_tile_copies, 1)),
+            tile_empty=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+        )
+
+
+def stages_that_fit(stage_bytes: int, other_bytes: int) -> int:
+    """Returns how many stages fit into shared memory beside other arrays."""
+    return (_SHARED_BYTES - other_bytes - 2048) // stage_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """References to one kernel's shared memory and barriers.
+    """References to a work's barriers.
 
     Attributes:
-        shape: Its contents.
-        x_smem: First operands, [num_stages, *x_tile].
-        w_smem: Second operands, [num_stages, *w_tile].
-        stage_words_smem: Mask words, [num_stages, *stage_words], uint32, or None.
-        outputs_smem: Pair of `out_smem` and `sum_smem`, which share their bytes.
-        tile_words_smem: Words of an output tile's masks, of the shapes `tile_words`,
-            uint32, or None.
-        tile_scales_smem: Scales of an output tile's rows, and of its columns, of the
-            lengths `tile_scales`, float32, or None.
-        quantized_smem: E4m3 tiles on their way to device memory, `quantized_tile`, or
-            None.
-        factors_smem: Factors of features, [num_stages, num_factors], or None.
-        result_smem: Results of a row-wise function on their way to device memory,
-            `result_tile`, or None.
-        rank_tiles_smem: The operands of the rank steps if their dtype is another, in
-            the bytes of x_smem and w_smem, or None.
+        shape: What they are for.
         stage_full: One barrier for each stage; its copies have landed.
         stage_empty: One barrier for each stage; both warpgroups have read it.
-        sum_empty: Barrier; `sum_smem` may be overwritten.
-        sum_full: Barrier; `sum_smem` holds the second warpgroup's sum.
-        words_full: Barrier; the words and scales of the output tile have landed.
-        words_empty: Barrier; both warpgroups have read the words and scales.
+        sum_empty: Barrier; the second warpgroup may write its sum.
+        sum_full: Barrier; it has done so.
+        tile_full: Barrier; what comes with the output tile has landed.
+        tile_empty: Barrier; both warpgroups have read it.
     """
 
     shape: RingShape
-    x_smem: Ref
-    w_smem: Ref
-    stage_words_smem: Ref
-    outputs_smem: Ref
-    tile_words_smem: Ref
-    tile_scales_smem: Ref
-    quantized_smem: Ref
-    factors_smem: Ref
-    result_smem: Ref
-    rank_tiles_smem: Sequence[Ref] | None
     stage_full: Ref
     stage_empty: Ref
     sum_empty: Ref
     sum_full: Ref
-    words_full: Ref
-    words_empty: Ref
-
-    @property
-    def k_step(self) -> StepRefs:
-        """Operands of the wide product's steps over K."""
-        return StepRefs(self.x_smem, self.w_smem, self.shape.k_step)
-
-    @property
-    def rank_step(self) -> StepRefs:
-        """Operands of the wide product's rank steps."""
-        left, right = self.rank_tiles_smem or (self.x_smem, self.w_smem)
-        return StepRefs(left, right, STEP)
-
-    @property
-    def out_smem(self) -> Ref:
-        """Output tiles on their way to device memory."""
-        return self.outputs_smem[0]
-
-    @property
-    def sum_smem(self) -> Ref:
-        """Float32 tiles: sums on their way to device memory or to a warpgroup."""
-        return self.outputs_smem[1]
+    tile_full: Ref
+    tile_empty: Ref
 
     def stage(self, step):
         """Returns the stage that a step uses."""
         return lax.rem(step, jnp.int32(self.shape.num_stages))
-
-    def x_half(self, stage, i) -> Ref:
-        """Returns the i-th half of a stage's x, 64 rows of 64 features."""
-        return self.x_smem.at[stage, :, pl.ds(i * STEP, STEP)]
 
     def acquire(self, step):
         """Returns the stage of a step once it may be filled. For the loader."""
@@ -171,27 +203,16 @@ class Ring:
 
     def drain(self, num_steps, num_items):
         """Waits until everything is read: a kernel must not end before its barriers."""
-        if self.shape.has_tile_inputs:
-            pl.when(num_items > 0)(lambda: plgpu.barrier_wait(self.words_empty))
+        if self.shape.num_tile_copies:
+            pl.when(num_items > 0)(lambda: plgpu.barrier_wait(self.tile_empty))
         for stage in range(self.shape.num_stages):
             wait = functools.partial(plgpu.barrier_wait, self.stage_empty.at[stage])
             pl.when(num_steps > stage)(wait)
 
-    def sum_warpgroups(self, acc, wg, finish) -> None:
-        """Calls `finish` in the first warpgroup with both warpgroups' acc added up."""
 
-        @pl.when(wg == 0)
-        def _():
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.sum_empty)
-            plgpu.barrier_wait(self.sum_full)
-            finish(acc + plgpu.load(self.sum_smem, layout=plgpu.Layout.WGMMA))
-
-        @pl.when(wg == 1)
-        def _():
-            plgpu.barrier_wait(self.sum_empty)
-            self.sum_smem[...] = acc
-            plgpu.barrier_arrive(self.sum_full)
+def half(tiles_smem: Ref, stage, wg) -> Ref:
+    """Returns a warpgroup's half of a stage's tile: 64 rows of 64 features."""
+    return tiles_smem.at[stage, :, pl.ds(wg * STEP, STEP)]
 
 
 def max_chunks(settings, slot):

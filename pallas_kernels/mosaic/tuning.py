@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS
-from jaxlora.pallas_kernels.mosaic.ring_shape import COMPUTE_WGS, ROWS
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, ROWS
 
 MAX_SPLITS = 16
 _MAX_SIDE_SMS = 8
@@ -131,10 +131,10 @@ class SidePlan:
     num_side_items: tuple[int, ...]
 
 
-def plan_side_items(
+def best_plan(
     num_tiles: int, steps_per_tile: float, outers: Sequence[OuterCost], num_sms: int
-) -> SidePlan:
-    """Returns the plan with the least estimated time.
+) -> tuple[float, SidePlan]:
+    """Returns the plan with the least estimated time, after its microseconds.
 
     The tiles of expand come in rounds of one per multiprocessor. Often the number of
     rounds stays the same with a few multiprocessors less.
@@ -146,13 +146,6 @@ def plan_side_items(
         outers: The outer products, in the order in which they run.
         num_sms: Number of multiprocessors.
     """
-    return best_plan(num_tiles, steps_per_tile, outers, num_sms)[1]
-
-
-def best_plan(
-    num_tiles: int, steps_per_tile: float, outers: Sequence[OuterCost], num_sms: int
-) -> tuple[float, SidePlan]:
-    """Returns the plan of `plan_side_items`, after its estimated microseconds."""
     tile_us = steps_per_tile * _EXPAND_STEP_US
     options = [
         _timed_plan(num_tiles, tile_us, outers, num_sms, num_side_sms, take_all)

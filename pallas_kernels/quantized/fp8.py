@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn
 
-from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
-from jaxlora.pallas_kernels.quantized.rows import E4M3, quantize_rows, row_scale
+from jaxlora.pallas_kernels.quantized.rows import (
+    E4M3,
+    RowScaledWeight,
+    quantize_rows,
+    row_scale,
+)
 from jaxlora.pallas_kernels.quantized.weight import (
     QuantizedWeight,
     WeightOptions,
@@ -34,6 +38,7 @@ class Fp8Weight(RowScaledWeight):
     """
 
     format: ClassVar[str] = "fp8"
+    dtype: ClassVar[DTypeLike] = E4M3
     dimensions = {**RowScaledWeight.dimensions, "transposed": ("K", "N")}
     reaches_kernels: ClassVar[bool] = True
     # Kernels divide B by these scales. So the scale of an output feature whose weights
@@ -73,21 +78,10 @@ class Fp8Weight(RowScaledWeight):
     def shapes(
         cls, out_features: int, in_features: int, *, transposed: bool = False
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of each array, by field name.
-
-        Args:
-            out_features: N.
-            in_features: K.
-            transposed: Whether there is a transposed copy.
-        """
+        """See `QuantizedWeight.shapes`; `transposed` adds the transposed copy."""
         n, k = out_features, in_features
-        shapes = {
-            "values": jax.ShapeDtypeStruct((n, k), E4M3),
-            "scale": jax.ShapeDtypeStruct((n,), jnp.float32),
-        }
-        if transposed:
-            shapes["transposed"] = jax.ShapeDtypeStruct((k, n), E4M3)
-        return shapes
+        more = {"transposed": jax.ShapeDtypeStruct((k, n), E4M3)} if transposed else {}
+        return super().shapes(n, k) | more
 
     @property
     def reaches_backward_kernels(self) -> bool:

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
-from jaxlora.pallas_kernels.quantized.row_scaled import RowScaledWeight
-from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
+from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE, RowScaledWeight
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight, WeightOptions
 
 _LARGEST = 127  # values are symmetric: -128 is not used
@@ -27,6 +27,7 @@ class Int8Weight(RowScaledWeight):
     """
 
     format: ClassVar[str] = "int8"
+    dtype: ClassVar[DTypeLike] = jnp.int8
 
     values: Int8[Array, "N K"]
     scale: Float[Array, " N"]
@@ -45,24 +46,6 @@ class Int8Weight(RowScaledWeight):
         values = jnp.round(w * (1 / scale)[:, None])
         values = jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8)
         return cls(values=values, scale=scale)
-
-    @classmethod
-    def shapes(
-        cls, out_features: int, in_features: int
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of each array, by field name.
-
-        Args:
-            out_features: N.
-            in_features: K.
-        """
-        return {
-            "values": jax.ShapeDtypeStruct((out_features, in_features), jnp.int8),
-            "scale": jax.ShapeDtypeStruct((out_features,), jnp.float32),
-        }
-
-    def _own_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return self.shapes(*self.values.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

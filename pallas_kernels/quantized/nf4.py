@@ -6,15 +6,76 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxlora.pallas_kernels.quantized import codebooks
 from jaxlora.pallas_kernels.quantized.rows import SMALLEST_SCALE
 from jaxlora.pallas_kernels.quantized.weight import QuantizedWeight, WeightOptions
 
 BLOCK = 64  # values that share one absmax
 NESTED_BLOCK = 256  # absmax that share one nested absmax, in row-major order
+
+# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero.
+# QLoRA, arXiv 2305.14314, appendix E.
+NF4 = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+
+
+def _dynamic_values() -> np.ndarray:
+    """Returns the signed 8-bit dynamic map in ascending order.
+
+    Decade i of seven, `10**(i-7)` to `10**(i-6)`, holds the centers of `2**i` equal
+    intervals, with both signs. 0 and 1 complete the 256 values.
+
+    References:
+        Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv
+        2110.02861, section 2.2.
+    """
+    positive = [
+        10.0 ** (i - 6) * (0.1 + 0.9 * (np.arange(2**i) + 0.5) / 2**i) for i in range(7)
+    ]
+    flat = np.concatenate(positive)
+    return np.sort(np.concatenate([-flat, flat, [0.0, 1.0]])).astype(np.float32)
+
+
+DYNAMIC = _dynamic_values()
+
+
+def nearest(codebook: np.ndarray, x: Float[Array, "*B"]) -> UInt8[Array, "*B"]:
+    """Returns the index of the value nearest to each x; a tie goes to the lower one.
+
+    Args:
+        codebook: Values in ascending order.
+        x: Numbers to quantize.
+    """
+    middle = (codebook[:-1] + codebook[1:]) / 2
+    # XLA fuses this, whereas a binary search would hold positions for all of x.
+    return jnp.sum(x[..., None] > middle, axis=-1, dtype=jnp.uint8)
+
+
+def _look_up(codebook: np.ndarray, index: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
+    """Returns the value at each index. Indices must be below the codebook's length."""
+    return jnp.asarray(codebook).at[index].get(mode="promise_in_bounds")
 
 
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
@@ -64,7 +125,7 @@ class Nf4Weight(QuantizedWeight):
         blocks = w.astype(jnp.float32).reshape(w.shape[0], -1, BLOCK)
         absmax = jnp.abs(blocks).max(axis=2)
         scaled = blocks * (1 / jnp.maximum(absmax, SMALLEST_SCALE))[:, :, None]
-        code = codebooks.nearest(codebooks.NF4, scaled).reshape(w.shape[0], -1, 2)
+        code = nearest(NF4, scaled).reshape(w.shape[0], -1, 2)
         offset = absmax.mean()
         nested_code, nested_absmax = _quantize_nested(absmax - offset)
         return cls(
@@ -80,13 +141,13 @@ class Nf4Weight(QuantizedWeight):
         # Both neighbors read their byte, so that no halves have to be interleaved.
         code = jnp.repeat(self.values, 2, axis=1) >> (4 - 4 * odd) & 15
         absmax = jnp.repeat(self._absmax(), BLOCK, axis=1)
-        return (codebooks.look_up(codebooks.NF4, code) * absmax).astype(dtype)
+        return (_look_up(NF4, code) * absmax).astype(dtype)
 
     def _absmax(self) -> Float[Array, "N _"]:
         if self.nested_absmax is None or self.nested_offset is None:
             return self.absmax
         nested = jnp.repeat(self.nested_absmax, NESTED_BLOCK)[: self.absmax.size]
-        code = codebooks.look_up(codebooks.DYNAMIC, self.absmax)
+        code = _look_up(DYNAMIC, self.absmax)
         return code * nested.reshape(code.shape) + self.nested_offset
 
     @classmethod
@@ -170,5 +231,5 @@ def _quantize_nested(
     blocks = jnp.pad(flat, (0, -flat.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     largest = jnp.abs(blocks).max(axis=1)
     scaled = blocks * (1 / jnp.maximum(largest, SMALLEST_SCALE))[:, None]
-    code = codebooks.nearest(codebooks.DYNAMIC, scaled).reshape(-1)[: flat.size]
+    code = nearest(DYNAMIC, scaled).reshape(-1)[: flat.size]
     return code.reshape(absmax.shape), largest

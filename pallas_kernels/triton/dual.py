@@ -18,12 +18,17 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
+from jaxlora.pallas_kernels.operands import Blocks
 from jaxlora.pallas_kernels.parts import make_parts, sum_parts
-from jaxlora.pallas_kernels.routing import Blocks
-from jaxlora.pallas_kernels.settings import KernelSettings
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.projection import KernelSettings
+from jaxlora.pallas_kernels.triton.launch import (
+    CHUNK,
+    MAX_PARTS,
+    Tile,
+    launch,
+    tile_for,
+)
 from jaxlora.pallas_kernels.triton.target import Target
-from jaxlora.pallas_kernels.triton.tiles import CHUNK, MAX_PARTS, tile_for
 
 
 @triton.jit

@@ -5,7 +5,6 @@ accumulator: so it needs neither an accumulator of its own beside the long produ
 mask words that stay in registers meanwhile. See docs/kernels.md.
 """
 
-import dataclasses
 import math
 import typing
 from collections.abc import Sequence
@@ -14,46 +13,20 @@ import jax
 import triton
 import triton.language as tl
 
-from jaxlora.pallas_kernels.dropout import MaskWords
-from jaxlora.pallas_kernels.given_mask import GivenMask
-from jaxlora.pallas_kernels.routing import Blocks
-from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings
+from jaxlora.pallas_kernels.operands import Blocks, Term
+from jaxlora.pallas_kernels.projection import RANK_STEP
 from jaxlora.pallas_kernels.triton.arguments import (
+    GIVEN,
+    has_bit,
+    is_kept,
+    load_tokens,
     mask_arguments,
     mask_constants,
     padded,
     settings_arguments,
 )
-from jaxlora.pallas_kernels.triton.device_functions import (
-    GIVEN,
-    has_bit,
-    is_kept,
-    load_tokens,
-)
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.launch import Tile, launch, tile_for
 from jaxlora.pallas_kernels.triton.target import Target
-from jaxlora.pallas_kernels.triton.tiles import tile_for
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Term:
-    """The operands of one projection's term in an expand product.
-
-    Attributes:
-        x: [T, K].
-        w: [L, K, N]; [L, N, K] if the product is `transposed`.
-        s: [T, R].
-        b: [G, R, N]; [G, N, R] if the product is `rank_last`.
-        settings: Settings of the slots.
-        mask: Words or bits of the mask of s B; None without dropout.
-    """
-
-    x: jax.Array
-    w: jax.Array
-    s: jax.Array
-    b: jax.Array
-    settings: KernelSettings
-    mask: MaskWords | GivenMask | None = None
 
 
 def expand(
@@ -148,19 +121,15 @@ def expand_kernel(
         layer: Index in w, [1].
         slot_of: Slot of each block of 64 rows, [T / 64].
         bias: [N]; read if `BIASED`.
-        row_0: Row of the projection in its settings, [1].
-        chunks_0: Number of chunks of ranks of each slot, [rows, G].
-        threshold_0: Threshold of the mask of each slot, [rows, G].
-        place_0: Row of the projection in its mask words, [1].
-        token_0: Words of the tokens, [places, T / 64, 2, 64]; or their bits in the two
-            words of a block, [2, 64], if the masks are given.
-        feature_0: Words of the features of y, [places, G, F]; or bits, [T / 32, F].
+        row_0, chunks_0: See `settings_arguments`.
+        threshold_0, place_0, token_0, feature_0: See `mask_arguments`; features are
+            those of y.
         y: The result, [T, N].
         T, N, R, G, F, K_0: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
         TRANSPOSED, RANK_LAST, BIASED: As in `expand`.
-        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
+        MASK: Kind of the masks, see `HASHED`; 0: none.
         BM, BN, BK: Sizes of a tile and features of a step.
         BAND: Tile rows that are visited together.
     """

@@ -19,27 +19,30 @@ from jaxtyping import Array, Float
 
 from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask
+from jaxlora.pallas_kernels.operands import Blocks
 from jaxlora.pallas_kernels.parts import Parts, make_parts, sum_parts
-from jaxlora.pallas_kernels.routing import Blocks
-from jaxlora.pallas_kernels.settings import KernelSettings
+from jaxlora.pallas_kernels.projection import KernelSettings
 from jaxlora.pallas_kernels.triton.arguments import (
+    GIVEN,
+    HASHED,
     MAX_PROJECTIONS,
+    choose,
+    has_bit,
+    is_kept,
+    load_tokens,
     mask_arguments,
     mask_constants,
     padded,
     settings_arguments,
 )
-from jaxlora.pallas_kernels.triton.device_functions import (
-    GIVEN,
-    HASHED,
-    choose,
-    has_bit,
-    is_kept,
-    load_tokens,
+from jaxlora.pallas_kernels.triton.launch import (
+    CHUNK,
+    MAX_PARTS,
+    Tile,
+    launch,
+    tile_for,
 )
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.target import Target
-from jaxlora.pallas_kernels.triton.tiles import CHUNK, MAX_PARTS, tile_for
 
 
 @triton.jit
@@ -64,18 +67,13 @@ def outer_kernel(
         part_first: Index in `order` of each part's first block.
         part_blocks: Number of blocks of each part.
         num_parts: Number of parts, [1].
-        row_0: Row of the projection in its settings, [1].
-        chunks_0: Number of chunks of ranks of each slot, [rows, G].
-        threshold_0: Threshold of the mask of each slot, [rows, G].
-        place_0: Row of the projection in its mask words, [1].
-        token_0: Words of the tokens, [places, T / 64, 2, 64]; or their bits in the two
-            words of a block, [2, 64], if the masks are given.
-        feature_0: Words of the features, [places, G, F]; or bits, [T / 32, F].
+        row_0, chunks_0: See `settings_arguments`.
+        threshold_0, place_0, token_0, feature_0: See `mask_arguments`.
         da_0: dropout(x)^T ds by part, [parts, K, R], float32.
         T, K, R, G, F: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
-        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
+        MASK: Kind of the masks, see `HASHED`; 0: none.
         BK: Columns of a tile.
     """
     p, tile = tl.program_id(0) % P, tl.program_id(0) // P

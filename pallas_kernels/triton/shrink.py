@@ -16,26 +16,23 @@ import triton.language as tl
 
 from jaxlora.pallas_kernels.dropout import MaskWords
 from jaxlora.pallas_kernels.given_mask import GivenMask
-from jaxlora.pallas_kernels.routing import Blocks
-from jaxlora.pallas_kernels.settings import RANK_STEP, KernelSettings
+from jaxlora.pallas_kernels.operands import Blocks
+from jaxlora.pallas_kernels.projection import RANK_STEP, KernelSettings
 from jaxlora.pallas_kernels.triton.arguments import (
+    GIVEN,
+    HASHED,
     MAX_PROJECTIONS,
+    choose,
+    has_bit,
+    is_kept,
+    load_tokens,
     mask_arguments,
     mask_constants,
     padded,
     settings_arguments,
 )
-from jaxlora.pallas_kernels.triton.device_functions import (
-    GIVEN,
-    HASHED,
-    choose,
-    has_bit,
-    is_kept,
-    load_tokens,
-)
-from jaxlora.pallas_kernels.triton.launch import Tile, launch
+from jaxlora.pallas_kernels.triton.launch import Tile, launch, tile_for
 from jaxlora.pallas_kernels.triton.target import Target
-from jaxlora.pallas_kernels.triton.tiles import tile_for
 
 
 def shrink(
@@ -117,19 +114,13 @@ def shrink_kernel(
         x: [T, K].
         a_0: [G, K, R], or [G, R, K] if `RANK_FIRST`, of projection 0; and so on.
         slot_of: Slot of each block of 64 rows, [T / 64].
-        row_0: Row of the projection in its settings, [1].
-        factor_0: Factor of each slot, [rows, G].
-        chunks_0: Number of chunks of ranks of each slot, [rows, G].
-        threshold_0: Threshold of the mask of each slot, [rows, G].
-        place_0: Row of the projection in its mask words, [1].
-        token_0: Words of the tokens, [places, T / 64, 2, 64]; or their bits in the two
-            words of a block, [2, 64], if the masks are given.
-        feature_0: Words of the features, [places, G, F]; or bits, [T / 32, F].
+        row_0, factor_0, chunks_0: See `settings_arguments`.
+        threshold_0, place_0, token_0, feature_0: See `mask_arguments`.
         s_0: The result, [T, R].
         T, K, R, G, F: Sizes.
         BR: Ranks of a chunk.
         RANK_FIRST: Whether A is stored rank first.
-        MASK: Kind of the masks, see `HASHED` in device_functions.py; 0: none.
+        MASK: Kind of the masks, see `HASHED`; 0: none.
         BM, BK: Rows of a tile, and features of a step.
     """
     p, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -1,4 +1,4 @@
-"""The device for which Triton compiles the kernels, or what runs them instead."""
+"""The device for which Triton compiles the kernels, and the linears they run there."""
 
 import contextlib
 import dataclasses
@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxlora.pallas_kernels import device
+from jaxlora.pallas_kernels.operands import unsupported_linear
+from jaxlora.pallas_kernels.projection import LinearShape
+from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 
 _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
 # Hopper and the Blackwell of data centers have products of their own, `wgmma` and
@@ -15,6 +18,7 @@ _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
 # H200, and that with `tcgen05` was never run. See docs/portable_kernels.md.
 _OTHER_PRODUCTS = range(90, 120)
 _INTERPRETED_SMS = 4
+_ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
 _MISSING = (
     "the package {} is not installed (run `pip install 'jaxlora[triton]'`)".format
 )
@@ -109,3 +113,12 @@ def slow_device() -> str | None:
         f"its products use the instructions of Ampere, with which a GPU of compute "
         f"capability {capability / 10} reaches about half its speed"
     )
+
+
+def unsupported(shape: LinearShape) -> str | None:
+    """Returns why these kernels cannot run such a linear here, or None if they can."""
+    if (reason := unsupported_device()) is not None:
+        return reason
+    if shape.weight_format == Fp8Weight.format:
+        return "its kernels have no products with fp8 weights"
+    return unsupported_linear(shape, multiple=_ALIGNED_FEATURES)

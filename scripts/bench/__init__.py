@@ -1,1 +1,1 @@
-"""Benchmarks: `jaxlora bench SUBJECT`."""
+"""Benchmarks: `python -m scripts.bench SUBJECT`."""

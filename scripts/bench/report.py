@@ -1,7 +1,6 @@
 """What benchmarks share: options, timing, the columns of every row, and tables."""
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -10,15 +9,15 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxlora.bench.shapes import ANY_DEVICE
 from jaxlora.errors import JaxloraError
-from jaxlora.pallas_kernels.triton.target import forced_capability
+from scripts.bench.shapes import ANY_DEVICE
 
 PACKAGES = ("jax", "torch", "transformers", "peft")
 Row = Mapping[str, Any]
@@ -50,19 +49,6 @@ class Timing:
         return {n: round(t, digits) for n, t in zip(names, numbers, strict=True)}
 
 
-def device_times(run: Callable, *args: object, repeats: int) -> list[float]:
-    """Measures the device time of each call, in microseconds.
-
-    It is the sum of the call's kernels as CUPTI counts them.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, found = profiler.Cupti(finalize=False).measure(run, iterations=repeats)(*args)
-    assert found is not None, "CUPTI saw no kernel"
-    # CUPTI returns a number, not a list, for a single call.
-    return [1000 * t for t in (found if isinstance(found, list) else [found])]
-
-
 def needs_gpu(model: str, has_gpu: bool) -> str | None:
     """Returns why a model cannot be timed on this device, or None if it can."""
     if has_gpu or model in ANY_DEVICE:
@@ -82,9 +68,28 @@ def require_gpu(subject: str) -> None:
     backend = jax.default_backend()
     if backend != "gpu":
         raise JaxloraError(
-            f"`jaxlora bench {subject}` measures a GPU, and JAX's backend here is "
+            f"the benchmark {subject!r} measures a GPU, and JAX's backend here is "
             f"{backend!r}: run it on a machine with an NVIDIA GPU and jax[cuda13]."
         )
+
+
+def devices() -> tuple[int, str, str]:
+    """Returns the number of devices, JAX's back end, and the kind of the first device.
+
+    A process of its own asks, as this one would keep memory of the devices.
+
+    Raises:
+        JaxloraError: JAX does not start here.
+    """
+    ask = (
+        "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind)"
+    )
+    command = [sys.executable, "-c", ask]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise JaxloraError("JAX does not start here.")
+    number, backend, kind = done.stdout.splitlines()[-1].split(maxsplit=2)
+    return int(number), backend, kind
 
 
 @functools.cache
@@ -233,23 +238,6 @@ def add_output_dir(parser: argparse.ArgumentParser) -> None:
         "it, nothing is written",
         metavar="DIR",
     )
-
-
-def add_capability(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that compiles Triton kernels for another GPU."""
-    parser.add_argument(
-        "--capability",
-        type=int,
-        help="ten times the compute capability for which Triton compiles, such as 80; "
-        "by default the device's",
-    )
-
-
-def triton_code(capability: int | None) -> contextlib.AbstractContextManager[None]:
-    """Returns the context of the option: Triton compiles for that GPU inside."""
-    if capability is None:
-        return contextlib.nullcontext()
-    return forced_capability(capability)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:

@@ -4,11 +4,12 @@ import dataclasses
 import json
 from typing import Any, Self
 
-from jaxlora.bench.shapes import config_json
-from jaxlora.config import DataConfig, LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.registry import model_config
+from jaxlora.profile.training import random_jobs
 from jaxlora.scheduler import Limits
+from scripts.bench.shapes import config_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,20 +74,14 @@ class Workload:
             batch_size: Samples of a job's global batch.
             **settings: Further settings of the run.
         """
-        jobs = [
-            LoraJob(
-                name=f"job{slot}",
-                data=DataConfig(path="random"),
-                rank=self.rank,
-                dropout=self.dropout,
-                batch_size=batch_size,
-                max_length=self.longest,
-                learning_rate=1e-5,
-                shuffle=False,
-                seed=slot,
-            )
-            for slot in range(num_jobs)
-        ]
+        jobs = random_jobs(
+            num_jobs,
+            rank=self.rank,
+            dropout=self.dropout,
+            batch_size=batch_size,
+            max_length=self.longest,
+            shuffle=False,
+        )
         return RunConfig(
             model=self.model,
             jobs=jobs,

@@ -52,7 +52,10 @@ def test_links_lead_to_files_and_headings():
     assert not broken
 
 
-@pytest.mark.parametrize("path", sorted(pages.DOCS.glob("*.csv")), ids=lambda p: p.name)
+TABLES = sorted(pages.DOCS.rglob("*.csv"))
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.name)
 def test_measurements_say_where_and_when(path: pathlib.Path):
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 
-from jaxlora.sweeps import files
 from jaxlora.train.report import summary
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -40,7 +39,6 @@ def clone(written_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Each picture takes longer than a training, and other tests look at them.
     monkeypatch.setattr(summary, "plot_losses", lambda *_: None)
-    monkeypatch.setattr(files, "draw_sweep", lambda *_: None)
     logger = logging.getLogger("jaxlora")
     before = logger.level, logger.propagate, list(logger.handlers)
     with warnings.catch_warnings():  # the command sets up both

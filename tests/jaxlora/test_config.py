@@ -406,3 +406,26 @@ def test_a_run_has_room_below_its_folder():
     with pytest.raises(ConfigError, match="and can have at most 3695"):
         run(output_dir="a/" * 1845 + "runs")
     run(output_dir="a/" * 1000)
+
+
+@pytest.mark.parametrize(
+    "settings, pace",
+    [
+        ({}, "equal"),
+        ({"mesh": "data=2,tensor=2"}, "equal"),
+        ({"mesh": "stage=2"}, "together"),
+        ({"replicas": [{"microbatch_tokens": 64}]}, "together"),
+        ({"packer": "greedy"}, "together"),
+        ({"sweep": {"early_exit": [{"type": "halving"}]}}, "together"),
+        ({"mesh": "stage=2", "pace": "equal"}, "equal"),
+        ({"pace": "together"}, "together"),
+    ],
+)
+def test_pace_of_jobs(settings, pace):
+    jobs = [job(name=name, eval_fraction=0.1) for name in "ab"]
+    assert run(*jobs, **settings).settled_pace == pace
+
+
+def test_other_packers_have_no_pace():
+    with pytest.raises(ConfigError, match=r"packer lorafusion takes as many.*joint"):
+        run(packer="lorafusion", pace="equal")

@@ -22,6 +22,7 @@ from jaxlora.errors import DeviceError
 from jaxlora.forecast import plan_run
 from jaxlora.hf.load import load_model
 from jaxlora.inspect.device_support import inspect_device
+from scripts.bench import __main__ as bench
 from tests import tiny
 
 BOTH_SET = (
@@ -122,27 +123,23 @@ def test_a_benchmark_asks_in_a_process_of_its_own(machine, monkeypatch, capsys):
 
     faked = types.SimpleNamespace(run=run)
     monkeypatch.setattr(device_check, "subprocess", faked)
-    assert main(["bench", "step"]) == 1
+    assert bench.main(["step"]) == 1
     assert f"error: {BOTH_SET}" in capsys.readouterr().err
     assert ran == [([sys.executable, "-c", device_check._CHECK], "false")]
     for arguments in (["step", "--help"], ["scheduler", "--help"]):
         with pytest.raises(SystemExit) as ended:
-            main(["bench", *arguments])
+            bench.main(arguments)
         assert ended.value.code == 0
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_the_cpu_may_be_meant_before_and_after_the_benchmark(
-    machine, monkeypatch, place
-):
+def test_the_cpu_may_be_meant_for_a_benchmark(machine, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     given = []
-    monkeypatch.setattr("jaxlora.cli.bench.run_benchmark", lambda *a: given.append(a))
-    meant = ["--device", "cpu"]
-    rest = [*meant, "step"] if place == "before" else ["step", *meant]
-    assert main(["bench", *rest, "--rows", "a"]) == 0
-    assert given == [("step", ["--rows", "a"])]
+    monkeypatch.setattr("scripts.bench.step.benchmark.run", given.append)
+    monkeypatch.setattr(bench, "take_free_gpus", lambda gathers: None)
+    assert bench.main(["step", "--device", "cpu", "--repeats", "2"]) == 0
+    assert [options.repeats for options in given] == [2]
     check_device()
     check_device_in_child()
 

@@ -240,3 +240,16 @@ def test_plans_with_any_packer(config, packer):
 def test_plans_do_not_change(config):
     one, two = (plan_run(config, steps=4) for _ in range(2))
     assert one.whole.schedule == two.whole.schedule
+
+
+@pytest.mark.parametrize(
+    "pace, line",
+    [
+        ("auto", "pace: equal: running jobs get the same number of tokens"),
+        ("together", "pace: together: running jobs end at the same time"),
+    ],
+)
+def test_the_log_says_the_pace(config, pace, line, caplog):
+    with caplog.at_level("INFO", logger="jaxlora"):
+        plan_run(config.model_copy(update={"pace": pace}), steps=2)
+    assert line in caplog.messages

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from jaxlora import LoraJob, RunConfig
-from jaxlora.bench.shapes import config_json
 from jaxlora.cli.main import main
 from jaxlora.costs.gpus import GPUS, parse_machine
 from jaxlora.errors import ConfigError, JaxloraError
@@ -19,10 +18,11 @@ from jaxlora.forecast.forecast import RunForecast, plan_run
 from jaxlora.forecast.report import print_plan
 from jaxlora.pallas_kernels.device import planned_device
 from jaxlora.plan.memory.need import DoesNotFitError
+from scripts.bench.shapes import config_json
 from tests import tiny
 
 GIB = 2**30
-# `jaxlora bench step`: Llama-3.1-8B, 8,192 tokens, 4 adapters of rank 16 (docs/speed.md
+# The benchmark `step`: Llama-3.1-8B, 8,192 tokens, 4 adapters of rank 16 (docs/speed.md
 # for the H200; the H100 was measured in the same way).
 MEASURED = {
     ("h200", None): (18_638, 54.0),

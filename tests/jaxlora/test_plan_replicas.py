@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from jaxlora import LoraJob, RunConfig
-from jaxlora.bench.shapes import config_json
 from jaxlora.cli.main import main
 from jaxlora.config.replicas_config import describe_list
 from jaxlora.costs.device_profile import PassCost, estimate
@@ -28,6 +27,7 @@ from jaxlora.plan.replicas import lists
 from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.plan.stages import MeshStages, estimated_footprint
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from scripts.bench.shapes import config_json
 from tests import tiny
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.memory_formula import estimated_by_formula

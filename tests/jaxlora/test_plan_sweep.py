@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from jaxlora import LoraJob, RunConfig, Sweep
-from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import ConfigError
 from jaxlora.forecast import plan_run_groups
@@ -20,6 +19,7 @@ from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.mesh.predict import SLOT_SECONDS
 from jaxlora.sweeps.engine.group_plan import GroupPlans
 from jaxlora.train.saved.continue_job import continued_step
+from scripts.bench.shapes import config_json
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("memory_by_formula")

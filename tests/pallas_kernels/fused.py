@@ -13,12 +13,13 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jaxlora.pallas_kernels import multi_lora_linear, multi_lora_linear_reference
+from jaxlora.pallas_kernels import multi_lora_linear
 from jaxlora.pallas_kernels.mosaic import hopper as mosaic
 from jaxlora.pallas_kernels.triton import target as triton
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels import interpreter, triton_interpreter
 from tests.pallas_kernels.problems import both_ways, compiled_both_ways, problem
+from tests.pallas_kernels.reference import multi_lora_linear_reference
 
 ON_HOPPER = mosaic.unsupported_device() is None
 ON_GPU = triton.unsupported_device() is None

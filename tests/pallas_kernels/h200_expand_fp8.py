@@ -18,21 +18,22 @@ import jax.numpy as jnp
 
 from jaxlora.pallas_kernels import kernel_settings
 from jaxlora.pallas_kernels.mosaic import hopper as device
-from jaxlora.pallas_kernels.mosaic.fp8_products import expand_fp8
 from jaxlora.pallas_kernels.mosaic.mask import HashMask
-from jaxlora.pallas_kernels.mosaic.products import Term
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.mosaic.products import expand_work, run_expand
+from jaxlora.pallas_kernels.operands import Term, make_blocks
 from tests import h200
 
 T, NUM_SLOTS, RANK = 1024, 4, 16
 
 
-def kernel(operands, row_scale, column_scale, bias, slot, masks):
+def kernel(operands, scales, bias, slot, masks):
     shape = len(operands), NUM_SLOTS
     settings = kernel_settings(jnp.ones(shape), jnp.full(shape, RANK), None)
-    terms = [Term(*one, own) for one, own in zip(operands, settings, strict=True)]
-    blocks = make_blocks(slot, NUM_SLOTS, T)
-    return expand_fp8(terms, row_scale, column_scale, blocks, bias, masks)
+    given = operands, settings, masks or [None] * len(operands)
+    terms = [Term(*one, own, mask) for one, own, mask in zip(*given, strict=True)]
+    blocks, layer = make_blocks(slot, NUM_SLOTS, T), jnp.zeros(1, jnp.int32)
+    work = expand_work(terms, layer, blocks, bias, transposed=True, scales=scales)
+    return run_expand(work)
 
 
 def arguments(features, n: int, *, is_y: bool, num_masks: int = 0):
@@ -42,7 +43,7 @@ def arguments(features, n: int, *, is_y: bool, num_masks: int = 0):
     operands = [
         (
             of((T, k), e4m3),
-            of((n, k), e4m3),
+            of((1, n, k), e4m3),
             of((T, RANK), jnp.bfloat16),
             of((NUM_SLOTS, n, RANK), jnp.bfloat16),
         )
@@ -55,8 +56,7 @@ def arguments(features, n: int, *, is_y: bool, num_masks: int = 0):
     )
     return (
         operands,
-        of((T,), jnp.float32),
-        of((n,), jnp.float32) if is_y else None,
+        (of((T,), jnp.float32), of((n,), jnp.float32))[: 1 + is_y],
         of((n,), jnp.bfloat16) if is_y else None,
         of((T // 64,), jnp.int32),
         [mask] * num_masks,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlora.modules.norm import RmsNorm
-from jaxlora.pallas_kernels.mosaic import layer
+from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.norm_gradient import norm_gradient
 from tests import h200
 
@@ -39,7 +39,7 @@ def backward(norm: RmsNorm, h, dh, dx):
 
 def main() -> None:
     """Compiles the kernels and writes the assembler's words and the program."""
-    layer.unsupported_device = lambda: None
+    device.unsupported_device = lambda: None
     h200.write_output_to(sys.argv[1])
     of = jax.ShapeDtypeStruct
     for d, dtype in CASES:

@@ -21,8 +21,8 @@ from jaxlora.modules.rowwise import NormRows, swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import RowArguments, kernel_settings
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.mask import HashMask
-from jaxlora.pallas_kernels.mosaic.producers import Side, produce
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.mosaic.products import Side, produce
+from jaxlora.pallas_kernels.operands import make_blocks
 from tests import h200
 
 T, NUM_SLOTS = 1024, 4

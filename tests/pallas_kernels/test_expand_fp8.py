@@ -11,18 +11,15 @@ import pytest
 
 from jaxlora.pallas_kernels import Dropout, dropout_keys, kernel_settings
 from jaxlora.pallas_kernels.dropout import mask_words
-from jaxlora.pallas_kernels.mosaic.fp8_products import (
-    expand_fp8,
-    expand_fp8_work,
-)
 from jaxlora.pallas_kernels.mosaic.mask import make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
-    Term,
     expand_with_outers,
+    expand_work,
     outer_work,
+    run_expand,
 )
+from jaxlora.pallas_kernels.operands import Term, make_blocks
 from jaxlora.pallas_kernels.quantized.rows import quantize_rows, row_scale
-from jaxlora.pallas_kernels.routing import make_blocks
 from tests.deviceless import compile_deviceless
 from tests.drawn import Draws
 from tests.oracle import assert_as_accurate_as
@@ -107,14 +104,20 @@ def run(p: Problem, *, outers: bool = False):
     blocks, settings, masks = _blocks(), p.settings(), p.masks()
     fold = 1.0 if masks else p.row_scale[:, None]
     s = [(one / fold).astype(jnp.bfloat16) for one in p.s]
-    terms = [Term(*one) for one in zip(p.xq, p.wq, s, p.b, settings, strict=True)]
+    columns = 1.0 if masks or p.column_scale is None else p.column_scale[:, None]
+    b = [(one / columns).astype(jnp.bfloat16) for one in p.b]
+    w = [one[None] for one in p.wq]
+    given = p.xq, w, s, b, settings, masks or [None] * len(s)
+    terms = [Term(*one) for one in zip(*given, strict=True)]
     bias = None if p.bias is None else p.bias.astype(jnp.bfloat16)
-    arguments = terms, p.row_scale, p.column_scale, blocks, bias, masks
+    scales = tuple(one for one in (p.row_scale, p.column_scale) if one is not None)
+    layer = jnp.zeros(1, jnp.int32)
+    expand = expand_work(terms, layer, blocks, bias, transposed=True, scales=scales)
     if not outers:
-        return expand_fp8(*arguments)
+        return run_expand(expand)
     wide = s[0]
     work = outer_work(wide, s, settings, blocks, [], transposed=False)
-    return expand_with_outers(expand_fp8_work(*arguments), [work])[0]
+    return expand_with_outers(expand, [work])[0]
 
 
 def _blocks():

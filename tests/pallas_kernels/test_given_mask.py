@@ -12,7 +12,6 @@ from jaxlora.pallas_kernels import (
     Projection,
     kernel_settings,
     multi_lora_linear,
-    multi_lora_linear_reference,
     multi_lora_linears,
     pack_mask,
     unpack_mask,
@@ -25,6 +24,7 @@ from tests.pallas_kernels.problems import (
     given_mask,
     problem,
 )
+from tests.pallas_kernels.reference import multi_lora_linear_reference
 
 
 def random_mask(shape, seed=0):

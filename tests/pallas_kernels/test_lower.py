@@ -9,8 +9,8 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from jaxlora.pallas_kernels import device, lower_program, multi_lora_linear
-from jaxlora.pallas_kernels.mosaic import compile as mosaic_compile
-from jaxlora.pallas_kernels.mosaic import launch, lower, passes
+from jaxlora.pallas_kernels.mosaic import compile as lower
+from jaxlora.pallas_kernels.mosaic import launch, layer
 from tests.pallas_kernels.problems import problem
 
 # A name of a kernel ends with a number that counts the kernels of a process.
@@ -25,8 +25,8 @@ def new_process(monkeypatch):
     monkeypatch.setattr(device, "capability", lambda: 90)
     monkeypatch.setattr(device, "num_sms", lambda: 132)
     monkeypatch.setattr(device, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(mosaic_compile._Kernel, "compile", lambda self: None)
-    monkeypatch.setattr(mosaic_compile, "_started", {})
+    monkeypatch.setattr(lower._Kernel, "compile", lambda self: None)
+    monkeypatch.setattr(lower, "_started", {})
     monkeypatch.setattr(lower, "_lowered", {})
     monkeypatch.setattr(lower, "_queues", [])
 
@@ -55,19 +55,19 @@ def _without_lines(code):
 def lowered(monkeypatch, num_workers):
     """Returns the calls of kernels in a program, and the program without their code."""
     # jax.clear_caches() would also drop the programs of all other tests.
-    for traced in (passes.forward, passes.backward, launch._launch):
+    for traced in (layer.forward, layer.backward, launch._launch):
         traced.clear_cache()
     monkeypatch.setattr(lower, "_num_workers", lambda: num_workers)
     p, _ = problem(k=128, n=128)
     found = lower_program(Gradient(), p)
     module = found.compiler_ir("stablehlo")
     calls = []
-    for call in mosaic_compile.calls_in(module.operation):
-        attributes = mosaic_compile.read_attributes(call)
+    for call in lower.calls_in(module.operation):
+        attributes = lower.read_attributes(call)
         code = _without_lines(attributes.pop("module"))
         attributes.pop("kernel_hash")
         calls.append((code, attributes))
-        mosaic_compile._remove_code(call)
+        lower._remove_code(call)
     text = re.sub(r'kernel_hash = "[^"]*"', "", found.as_text())
     return calls, text
 
@@ -90,7 +90,7 @@ def test_a_program_is_the_same_whoever_lowers_its_kernels(
     assert not caplog.records
     # Each was compiled as soon as it was there, and once.
     hashes = {kernel.attributes.result()["kernel_hash"] for kernel in kernels}
-    started = {dict(key)["kernel_hash"] for key in mosaic_compile._started}
+    started = {dict(key)["kernel_hash"] for key in lower._started}
     assert hashes <= started
 
 

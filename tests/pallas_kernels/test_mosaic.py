@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxlora.pallas_kernels import kernel_settings
-from jaxlora.pallas_kernels.mosaic import passes, products, ring_shape
-from jaxlora.pallas_kernels.mosaic.products import outer, outer_work
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.mosaic import layer, outer, products, ring, shrink
+from jaxlora.pallas_kernels.operands import make_blocks
 from tests.drawn import normal
 from tests.oracle import relative_error
 from tests.pallas_kernels.fused import (
@@ -28,9 +28,9 @@ def _kernels():
 def test_a_ring_that_wraps_around_matches_the_definition(monkeypatch):
     """Rings of as many stages as fit would need more steps to wrap around."""
     if not ON_HOPPER:
-        most = ring_shape._max_stages
-        fewer = lambda *room: min(most(*room), 4)
-        monkeypatch.setattr(ring_shape, "_max_stages", fewer)
+        fewer = lambda *room: min(ring.stages_that_fit(*room), 4)
+        for role in (outer, shrink):
+            monkeypatch.setattr(role, "stages_that_fit", fewer)
     num_steps = 24 if ON_HOPPER else 6
     sizes = {"blocks": (0,) * 9, "k": 64 * num_steps, "n": 128}
     MOSAIC.check(*MOSAIC.problem(**sizes, ranks=(8,), rates=(0.3,)))
@@ -42,12 +42,32 @@ def test_the_width_of_the_tiles_changes_no_bit(monkeypatch):
     results = []
     for width in (256, 192):
         monkeypatch.setattr(products, "columns_for", lambda *_, width=width: width)
-        for traced in (passes.forward, passes.backward, linear_both_ways):
+        for traced in (layer.forward, layer.backward, linear_both_ways):
             traced.clear_cache()
         results.append(MOSAIC.run(p, rank))
     for other in results[1:]:
         for got, want in zip(other, results[0], strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+def test_scratch_comes_by_name_and_in_the_order_of_its_ring():
+    """By default, JAX sorts names, and shared memory with them."""
+    one, other = (ring.Smem.flat(n) for n in (64, 32))
+    shape = ring.RingShape.of(1, 1, z_smem=one, a_smem=(other, None), b_smem=None)
+    assert [list(group) for group in shape.groups()] == [["z_smem", "a_smem"]]
+    found = []
+
+    @plgpu.kernel(
+        out_type=[],
+        scratch_types={"arrays": shape.groups(), "barriers": shape.barriers()},
+    )
+    def kernel(*, arrays, barriers):
+        (smem,) = arrays
+        found.append([smem["z_smem"].shape, smem["a_smem"][0].shape, *barriers])
+
+    jaxpr = str(jax.make_jaxpr(kernel)())
+    assert found == [[(64,), (32,), *shape.barriers()]]
+    assert jaxpr.index("u32[64]") < jaxpr.index("u32[32]")
 
 
 MANY_SLOTS, FEW_SLOTS = [17, 3, 0, 10], [17, 3]
@@ -74,7 +94,9 @@ def test_a_gradient_in_parts_depends_on_its_own_rows_alone(transposed, num_block
         blocks = make_blocks(slots, num_slots, len(x))
         one = (1, num_slots)
         settings = kernel_settings(jnp.ones(one), jnp.full(one, 16), None)
-        return outer(x, [s], settings, blocks, [], transposed=transposed, splits=4)[0]
+        return products.outer(
+            x, [s], settings, blocks, [], transposed=transposed, splits=4
+        )[0]
 
     def gradient(kept):
         x, s = (np.asarray(z)[np.repeat(kept, 64)] for z in (wide, narrow))
@@ -101,9 +123,9 @@ def test_many_small_slots_share_the_parts_of_a_tile():
         blocks = make_blocks(owner, 18, len(wide))
         one = kernel_settings(jnp.ones((1, 18)), jnp.full((1, 18), 16), None)
         options = {"transposed": False, "splits": 1}
-        work, _ = outer_work(wide, [narrow], one, blocks, [], **options)
+        work, _ = products.outer_work(wide, [narrow], one, blocks, [], **options)
         assert work.num_items == 2 * 2
-        return outer(wide, [narrow], one, blocks, [], **options)[0]
+        return products.outer(wide, [narrow], one, blocks, [], **options)[0]
 
     got = run(wide, narrow, owner.astype(np.int32))
     for slot in range(18):

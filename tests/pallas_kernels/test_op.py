@@ -14,12 +14,12 @@ from jaxlora.pallas_kernels import (
     kernel_settings,
     mask_words,
     multi_lora_linear,
-    multi_lora_linear_reference,
     multi_lora_linears,
 )
 from jaxlora.pallas_kernels.dropout import inverse_keep, keep_mask
 from tests.drawn import Draws, normal
 from tests.oracle import assert_as_accurate_as, relative_error
+from tests.pallas_kernels.reference import multi_lora_linear_reference
 
 K, N, R, G, BLOCK = 24, 40, 8, 4, 16
 BLOCK_ADAPTER = np.array([2, 0, -1, 2, 1], np.int32)  # slot 3 is absent

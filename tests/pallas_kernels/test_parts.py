@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlora.pallas_kernels.operands import make_blocks
 from jaxlora.pallas_kernels.parts import make_parts, sum_parts
-from jaxlora.pallas_kernels.routing import make_blocks
 
 NUM_SLOTS = 5
 slot = st.integers(-1, NUM_SLOTS - 1)

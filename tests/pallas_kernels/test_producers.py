@@ -16,9 +16,8 @@ from jaxlora.pallas_kernels import (
 )
 from jaxlora.pallas_kernels.dropout import mask_words
 from jaxlora.pallas_kernels.mosaic.mask import make_mask
-from jaxlora.pallas_kernels.mosaic.producers import Side, produce
-from jaxlora.pallas_kernels.mosaic.products import shrink
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.mosaic.products import Side, produce, shrink
+from jaxlora.pallas_kernels.operands import make_blocks
 from tests.deviceless import compile_deviceless
 from tests.drawn import Draws
 from tests.oracle import assert_as_accurate_as

@@ -8,11 +8,10 @@ from jaxlora.pallas_kernels import Dropout, dropout_keys, kernel_settings
 from jaxlora.pallas_kernels.dropout import mask_words
 from jaxlora.pallas_kernels.mosaic.mask import make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
-    RowFactors,
     quantize_shrink,
     shrink,
 )
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.operands import make_blocks
 from tests.drawn import Draws
 from tests.pallas_kernels.fused import mosaic_kernels
 from tests.pallas_kernels.problems import given_mask
@@ -75,7 +74,7 @@ def test_rows_are_quantized_beside_s(
     settings = kernel_settings(jnp.ones(row.shape), row, rate if masks else None)
     blocks = make_blocks(jnp.asarray(SLOTS), NUM_SLOTS, len(x))
     given = settings, blocks, _masks(masks, x, num_projections)
-    got = quantize_shrink(x, a, *given, RowFactors(inverse=inverse, features=features))
+    got = quantize_shrink(x, a, *given, inverse=inverse, features=features)
 
     rows = np.repeat(SLOTS >= 0, 64)
     want = (scaled * inverse[:, None]).astype(jnp.float8_e4m3fn)

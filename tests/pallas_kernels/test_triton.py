@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxlora.pallas_kernels import LinearShape, Projection, multi_lora_linears
-from jaxlora.pallas_kernels.triton import layer
+from jaxlora.pallas_kernels.triton import target
 from tests.pallas_kernels.fused import triton_back_ends
 
 BACK_ENDS = triton_back_ends()
@@ -71,6 +71,6 @@ def test_unsupported_layers_are_refused(fused, change, message):
     shape = LinearShape(
         dtype=jnp.bfloat16, in_features=64, out_features=64, rank=8, block_tokens=64
     )
-    assert layer.unsupported(shape) is None
-    reason = layer.unsupported(dataclasses.replace(shape, **change))
+    assert target.unsupported(shape) is None
+    reason = target.unsupported(dataclasses.replace(shape, **change))
     assert reason is not None and message in reason

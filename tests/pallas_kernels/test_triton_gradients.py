@@ -7,7 +7,7 @@ import pytest
 
 from jaxlora.pallas_kernels import dropout_keys, kernel_settings, mask_words
 from jaxlora.pallas_kernels.dropout import keep_mask
-from jaxlora.pallas_kernels.routing import make_blocks
+from jaxlora.pallas_kernels.operands import make_blocks
 from jaxlora.pallas_kernels.triton.dual import dual
 from jaxlora.pallas_kernels.triton.launch import Tile
 from jaxlora.pallas_kernels.triton.outer import outer

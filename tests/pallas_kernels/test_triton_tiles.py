@@ -5,8 +5,8 @@ import re
 import jax
 import pytest
 
-from jaxlora.pallas_kernels.triton import tiles
-from jaxlora.pallas_kernels.triton.device_functions import GIVEN, HASHED
+from jaxlora.pallas_kernels.triton import launch as tiles
+from jaxlora.pallas_kernels.triton.arguments import GIVEN, HASHED
 from jaxlora.pallas_kernels.triton.dual import dual_kernel
 from jaxlora.pallas_kernels.triton.expand import expand_kernel
 from jaxlora.pallas_kernels.triton.outer import outer_kernel

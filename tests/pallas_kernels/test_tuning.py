@@ -10,8 +10,8 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     OuterCost,
     SidePlan,
     band_for,
+    best_plan,
     columns_for,
-    plan_side_items,
     shares_for,
     splits_for,
 )
@@ -30,7 +30,7 @@ outers = st.lists(
 
 @given(st.integers(1, 4000), st.integers(2, 256), outers, st.integers(2, 132))
 def test_a_plan_exists_for_any_work(num_tiles, steps_per_tile, outers, num_sms):
-    plan = plan_side_items(num_tiles, steps_per_tile, outers, num_sms)
+    plan = best_plan(num_tiles, steps_per_tile, outers, num_sms)[1]
     assert 0 <= plan.num_side_sms < num_sms
     assert len(plan.num_side_items) == len(outers)
     for outer, num_items in zip(outers, plan.num_side_items, strict=True):
@@ -43,7 +43,7 @@ def test_multiprocessors_that_expand_leaves_idle_run_outer_products():
     outer = OuterCost(
         num_items=96, steps_per_item=32.0, parts_per_item=4.0, num_masks=0
     )
-    plan = plan_side_items(1024, 64, [outer], 132)
+    plan = best_plan(1024, 64, [outer], 132)[1]
     assert plan == SidePlan(num_side_sms=4, num_side_items=(96,))
 
 
@@ -51,7 +51,7 @@ def test_no_side_multiprocessors_if_they_would_cost_a_round():
     small = [
         OuterCost(num_items=8, steps_per_item=1.0, parts_per_item=1.0, num_masks=0)
     ]
-    assert plan_side_items(132, 64, small, 132).num_side_sms == 0
+    assert best_plan(132, 64, small, 132)[1].num_side_sms == 0
 
 
 def test_side_multiprocessors_take_no_longer_than_expand_with_short_parts():
@@ -59,7 +59,7 @@ def test_side_multiprocessors_take_no_longer_than_expand_with_short_parts():
         OuterCost(num_items=512, steps_per_item=8.0, parts_per_item=8.0, num_masks=n)
         for n in (0, 1)
     ]
-    plan = plan_side_items(1024, 64, outers, 132)
+    plan = best_plan(1024, 64, outers, 132)[1]
     assert plan.num_side_sms == 4
     assert 128 < plan.num_side_items[0] < 384  # all 512 would take twice as long
     assert plan.num_side_items[1] == 0

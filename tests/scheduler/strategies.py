@@ -16,7 +16,6 @@ from jaxlora.scheduler import (
     Simulation,
 )
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.simulate import slowest_per_cycle
 
 LIMITS = Limits(capacity=512, block_tokens=32)
 
@@ -33,9 +32,16 @@ def sample(job, batch, index, tokens) -> Sample:
 
 
 def window_sum(schedule: Schedule, cost: CostModel) -> float:
-    """Sums, over all cycles, the time of the slowest microbatch in the pipeline."""
-    forward, backward = cost.schedule_times(schedule)
-    return float(slowest_per_cycle(forward + backward).sum())
+    """Sums, over all cycles, the time of the slowest microbatch in the pipeline.
+
+    In cycle t, stage s runs the forward and backward pass of microbatch t - s.
+    """
+    times = np.add(*cost.schedule_times(schedule))
+    num_stages, num = times.shape
+    cycles = np.zeros((num_stages, num + num_stages - 1))
+    for s in range(num_stages):
+        cycles[s, s : s + num] = times[s]
+    return float(cycles.max(axis=0).sum())
 
 
 @st.composite

@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -12,6 +11,7 @@ from jaxlora.scheduler import (
     joint,
     plan,
 )
+from scripts.bench.scheduler.lengths import jobs
 
 LIMITS = Limits(capacity=6144, block_tokens=64)
 PIPELINE = Pipeline.one_f_one_b(4)

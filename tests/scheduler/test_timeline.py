@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -14,6 +13,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.picture import draw
 from jaxlora.scheduler.timeline import TimedPass, Timeline
+from scripts.bench.scheduler.lengths import jobs
 
 LIMITS = Limits(capacity=6144, block_tokens=64)
 LANES = Lanes(fsdp=2, pipeline=Pipeline.one_f_one_b(4))

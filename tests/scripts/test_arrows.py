@@ -27,8 +27,8 @@ def test_layers_without_arrows_that_follow_from_others():
 def test_links_are_parts_of_jaxlora():
     files = arrows.find_modules()
     assert files["jaxlora.scheduler.types"] == arrows.ROOT / "scheduler" / "types.py"
-    assert "jaxlora.bench.subjects" in files and "scripts.arrows" in files
-    assert not [m for m in files if m.startswith(("scripts.bench", "jaxlora.scripts"))]
+    assert "jaxlora.profile.measure" in files and "scripts.arrows" in files
+    assert not [m for m in files if m.startswith(("scheduler", "jaxlora.scripts"))]
     assert len(set(files.values())) == len(files)
 
 

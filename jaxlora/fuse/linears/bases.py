@@ -97,6 +97,7 @@ def bases_of(form: Form, base: Term) -> Iterator[Base]:
             rows=tuple(i for i in x.factor.indices if i in outer),
             in_indices=tuple(i for i in x.factor.indices if i not in outer),
             out_indices=tuple(i for i in w.factor.indices if i in outer),
+            repeats=frozenset(outer - columns - {*x.factor.indices}),
             equations=base.equations - x.equations - w.equations,
         )
         shared = [f for f in left if f.is_number and _is_shared(f, form, base)]

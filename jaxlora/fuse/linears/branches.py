@@ -23,6 +23,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Indices,
     Names,
     Term,
+    is_moderate,
     rename_term,
 )
 from jaxlora.fuse.normal_forms.like_terms import simplified
@@ -49,26 +50,33 @@ def find_linear(n: Normalizer, form: Form) -> tuple[Linear | None, list[str]]:
     """Finds a frozen product with branches in a sum.
 
     Returns:
-        The linear with the most branches, or None; and the reasons for which other
+        The linear with the most branches, if possible of a product that is not scaled
+        by a number, or None; and the reasons for which other
         terms are no branches of it, or of the product that costs most.
     """
     form = simplified(n, form)
+    terms = [t for t in form.terms if t.coefficient != 0]
     best: Linear | None = None
     best_reasons: list[NotThin] = []
     reasons: list[tuple[int, NotThin]] = []
-    for term in form.terms:
+    for term in terms:
         for base in bases_of(form, term):
             others = [t for t in form.terms if t is not term]
             found, why = _with_branches(n, base, others)
             cost = n.indices.size_of({*base.linear.x.indices, *base.linear.w.indices})
             reasons += [(cost, reason) for reason in why]
-            if found and (not best or len(found.branches) > len(best.branches)):
+            if found and (best is None or _gain(found) > _gain(best)):
                 best, best_reasons = found, why
     if best is None:
         most = max((cost for cost, _ in reasons), default=0)
         best_reasons = [reason for cost, reason in reasons if cost == most]
     best_reasons.sort(key=lambda reason: isinstance(reason, OtherInput))
     return best, [str(reason) for reason in best_reasons if reason.args]
+
+
+def _gain(linear: Linear) -> tuple[int, bool]:
+    """Returns what is larger for a better way to read a sum."""
+    return len(linear.branches), linear.coefficient == 1
 
 
 def _with_branches(
@@ -85,7 +93,7 @@ def _with_branches(
     for term in others:
         inner = without_scales(term, linear.scales)
         try:
-            if inner is None:
+            if inner is None or inner.coefficient == 0:
                 raise NotThin
             found.append(_branch(n, linear, inner))
             continue
@@ -97,12 +105,15 @@ def _with_branches(
             rest.append(term)
     if not found:
         return None, reasons
+    restored = any(t.restored for t in (linear.base, *(f.term for f in found)))
+    if restored:  # the kernels would round the sum with the bias
+        rest, biases = [t for t in others if t in (*rest, *biases)], []
     used = [f.equations for f in found] + [bias.equations for bias in biases]
     linear = dataclasses.replace(
         linear,
         branches=tuple(f.branch for f in found),
         branch_dtypes=tuple(f.term.rounded for f in found),
-        restored=any(t.restored for t in (linear.base, *(f.term for f in found))),
+        restored=restored,
         branch_precisions=tuple(f.term.precisions for f in found),
         bias=next(iter(biases), None),
         rest=tuple(rest),
@@ -144,8 +155,9 @@ def _check_base(n: Normalizer, linear: Linear) -> None:
     """Raises `NotThin` if the kernels cannot compute the sum."""
     if set(linear.w.indices) & set(linear.rows):
         raise NotThin("its frozen weight differs by sequence")
-    if linear.coefficient != 1:
-        raise NotThin(f"its frozen product is multiplied by {linear.coefficient:g}")
+    numbers = [linear.coefficient, *(b.coefficient for b in linear.branches)]
+    if not all(is_moderate(number, linear.x.dtype) for number in numbers):
+        raise NotThin("its products are multiplied by numbers that are too far apart")
     factors = [o.var for b in linear.branches for o in (*b.a, *b.b)]
     if any(f.var is factor for f in linear.w_scales for factor in factors):
         raise NotThin  # without one of the branches, the sum is scaled
@@ -169,11 +181,15 @@ def _gather_reason(n: Normalizer, arrays: Iterable[Any]) -> str | None:
 
 
 def is_bias(term: Term, linear: Linear) -> bool:
-    """Tells whether a term is a vector over the output features."""
+    """Whether a term is a vector over the output features, scaled as the product is."""
+    return term.coefficient == linear.coefficient and is_vector(term, linear)
+
+
+def is_vector(term: Term, linear: Linear) -> bool:
+    """Whether a term is a multiple of a vector over the output features."""
     return (
         len(term.factors) == 1
         and term.factors[0].is_number
-        and term.coefficient == 1
         and set(term.factors[0].indices) == set(linear.out_indices)
     )
 
@@ -194,6 +210,11 @@ def _branch(n: Normalizer, linear: Linear, term: Term) -> _Found:
         ).factors
     )
     check_features(linear, kept)
+    if any(linear.repeats & {*f.indices} for f in kept):
+        raise NotThin(
+            "several adapters or masks are applied to the same rows, and the kernels "
+            "give each row one"
+        )
     factors, selection = _selected(n, linear, kept)
     if any(f.var is linear.x.var for f in (*factors, linear.w)):
         raise NotThin("its weights are the input itself")
@@ -210,7 +231,7 @@ def _branch(n: Normalizer, linear: Linear, term: Term) -> _Found:
         a=tuple(f.operand for f in a),
         b=tuple(f.operand for f in b),
         rank_indices=rank_indices,
-        coefficient=term.coefficient / x.number,
+        coefficient=term.coefficient / x.number / linear.coefficient,
         products=tuple(
             frozenset(term.factors[i].var for i in group.members)
             for group in term.groups
@@ -242,15 +263,16 @@ def _selected(
         return factors, None
     first, choice = choices[0], choices[0].choice
     assert choice is not None
-    outsides = [f.choice.outside for f in choices if f.choice is not None]
-    if {f.choice.key for f in choices if f.choice} == {choice.key} and len(
-        {*outsides}
-    ) > 1:
-        raise NotThin(
-            "A and B read ids outside of their tables in different ways: "
-            f"{' and '.join(outsides)}"
-        )
-    if any(f.choice != choice or f.dims[:-1] != first.dims[:-1] for f in choices):
+    outsides = {f.choice.outside for f in choices if f.choice is not None}
+    # The product of what is read outside of the tables: NaN if one of them is.
+    outside = next(how for how in ("nan", "zero", "clip") if how in outsides)
+    same = dataclasses.replace(choice, outside="")
+    if any(
+        dataclasses.replace(f.choice, outside="") != same
+        or f.dims[:-1] != first.dims[:-1]
+        for f in choices
+        if f.choice is not None
+    ):
         raise NotThin("A and B are chosen by different numbers of adapters")
     rows = {i for dim in first.dims[:-1] for i in dim}
     if not rows <= set(linear.rows):
@@ -275,7 +297,7 @@ def _selected(
         row_dims=first.dims[:-1],
         table_indices=first.dims[-1],
         is_ragged=choice.is_ragged,
-        outside=choice.outside,
+        outside=outside,
     )
     return list(rest), selection
 

@@ -42,6 +42,7 @@ class Linear:
         bias: The term that is a vector over the output features.
         scales: Factors that scale the sum of the product, the branches and the bias.
         rest: The other terms.
+        repeats: Indices of the sum over which the frozen product is repeated.
         equations: The equations that compute the product, the branches and the bias.
     """
 
@@ -64,6 +65,7 @@ class Linear:
     bias: Term | None = None
     scales: tuple[Factor, ...] = ()
     rest: tuple[Term, ...] = ()
+    repeats: frozenset[Index] = frozenset()
     equations: frozenset[int] = frozenset()
 
     @property

@@ -1,35 +1,43 @@
 """Finds the linears with low-rank branches in a jaxpr."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
+from jaxlora.fuse.graph import Graph, variables
+from jaxlora.fuse.linears.adapter_shapes import adapter_products, sums_of
 from jaxlora.fuse.linears.bases import repeated
-from jaxlora.fuse.linears.branches import find_linear, is_bias
-from jaxlora.fuse.linears.expand import expanded
+from jaxlora.fuse.linears.branches import find_linear, is_vector
 from jaxlora.fuse.linears.linear import Linear, rank_of
 from jaxlora.fuse.linears.near_misses import LenientNormalizer, obstacle_of
+from jaxlora.fuse.linears.open_sums import ADDS, OpenSums
 from jaxlora.fuse.linears.refusals import (
+    is_restored,
     precision_of,
     rounding_reason,
     sharding_reason,
     weight_reason,
 )
-from jaxlora.fuse.linears.repeats import find_run
-from jaxlora.fuse.linears.sharing import Candidate, Readers
-from jaxlora.fuse.normal_forms.forms import Dims, Form, Indices, Term
+from jaxlora.fuse.linears.sharing import USED, Candidate, Readers
+from jaxlora.fuse.normal_forms.forms import Dims, Form, Indices, Term, holds
 from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.normal_forms.rules import RULES
 from jaxlora.fuse.rows import is_sorted, sorted_blocks
 from jaxlora.fuse.site import Names, Operand, Refusal, Site, SiteProjection
-from jaxlora.fuse.trace import live_equations, source_of
+from jaxlora.fuse.trace import source_of
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
+_NO_SUM = (
+    "its result is not added to a frozen product of the same x, which is used for this "
+    "sum only"
+)
+_BEHIND = "it is added behind the sum of a linear that is scaled"
 _SUMS = ("add", "add_any", "sub", "dot_general", "reduce_sum")
 
 
@@ -56,25 +64,12 @@ def find_sites(jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str) ->
         path: Names of the primitives around it.
         implementation: Name of a back end, or `auto`.
     """
-    run = find_run(jaxpr)
-    if run is not None:
-        finder = _Finder(run.shortened, path, implementation)
-        sites = finder.find()
-        found = expanded(run, sites, finder.refusals, finder.normalizers)
-        if found is not None and not finder.normalizer.joiner.added:
-            return _found(*found)
     finder = _Finder(jaxpr, path, implementation)
     sites = finder.find()
-    return _found(sites, finder.refusals, finder.normalizer.joiner.added)
-
-
-def _found(
-    sites: Sequence[Site], refusals: Mapping[int, Refusal], added: Sequence[Any] = ()
-) -> Found:
     return Found(
         sites=tuple(sites),
-        refusals=tuple(refusals[number] for number in sorted(refusals)),
-        added=tuple(added),
+        refusals=tuple(finder.refusals[n] for n in sorted(finder.refusals)),
+        added=tuple(finder.normalizer.added),
     )
 
 
@@ -84,20 +79,23 @@ class _Finder:
     Attributes:
         refusals: The near misses, by the number of the equation.
         normalizer: Knows the form of each value.
-        normalizers: All that have read the jaxpr.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, path: tuple[str, ...], implementation: str):
         self.jaxpr = jaxpr
         self.path = path
         self.implementation = implementation
-        self.live = live_equations(jaxpr)
+        self.graph = Graph(jaxpr)
+        self.live = self.graph.live
         self.normalizer = Normalizer(RULES)
-        self.normalizers = [self.normalizer]
+        self.open_sums = OpenSums(self.graph, self.normalizer)
+        self.closed: set[core.Var] = set()  # sums that became arrays of their own
         self.candidates: dict[core.Var, Candidate] = {}
-        self.readers = Readers(jaxpr, self.live, self.normalizer, self.candidates)
+        self.readers = Readers(self.graph, self.normalizer, self.candidates)
         self.accepted: set[int] = set()  # numbers of sums that are candidates
         self.refusals: dict[int, Refusal] = {}
+        self.refused_by: dict[int, int] = {}  # the near miss that has an equation
+        self.hints: dict[int, str] = {}  # why other sums may be no linears
 
     def find(self) -> list[Site]:
         """Returns the sites."""
@@ -106,8 +104,9 @@ class _Finder:
                 self._add(number, eqn)
         kept = self._unshared()
         self._explain(kept)
-        sites = (self._site(c) for c in kept)
-        return [site for site in sites if site is not None]
+        found = {c: self._site(c) for c in kept}
+        self._list_unfused([c for c, site in found.items() if site is not None])
+        return [site for site in found.values() if site is not None]
 
     def _explain(self, sites: Sequence[Candidate]) -> None:
         """Finds which functions that are not linear keep sums from being sites."""
@@ -119,7 +118,6 @@ class _Finder:
         ):
             return
         lenient = LenientNormalizer()
-        self.normalizers.append(lenient)
         for number, eqn in enumerate(self.jaxpr.eqns):
             if not self.live[number]:
                 continue
@@ -138,13 +136,41 @@ class _Finder:
         form = lenient.form(root)
         if len(form.terms) < 2:
             return False
-        linear, _ = find_linear(lenient, form)
+        linear, reasons = find_linear(lenient, form)
         if linear is None:
+            if reasons:
+                self.hints[number] = reasons[0]
             return False
         reason = obstacle_of(lenient, self.jaxpr, linear)
         if reason is not None:
-            self._refuse(number, reason)
+            self._refuse(number, reason, linear.equations)
+        elif not self._computed_by(linear.equations).isdisjoint(self.closed):
+            self.hints[number] = f"a part of its sum {USED}"
         return True
+
+    def _computed_by(self, numbers: Iterable[int]) -> set[core.Var]:
+        return {v for number in numbers for v in self.jaxpr.eqns[number].outvars}
+
+    def _list_unfused(self, sites: Sequence[Candidate]) -> None:
+        """Adds a near miss for each product with an adapter's shape in no site."""
+        inside = frozenset().union(*(c.equations for c in sites))
+        scaled = {c.root for c in sites if c.linear.scales or c.linear.coefficient != 1}
+        for number, is_single in adapter_products(self.graph):
+            if number in inside:
+                continue
+            sums = [number, *sums_of(self.graph, number)]
+            if any(v in scaled for n in sums for v in variables(self.jaxpr.eqns[n])):
+                self._refuse(number, _BEHIND)
+                continue
+            refused = next((n for n in sums if n in self.refused_by), None)
+            refused = None if refused is None else self.refused_by[refused]
+            if refused is None and is_single:
+                hints = (self.hints[n] for n in sums if n in self.hints)
+                self._refuse(number, next(hints, _NO_SUM))
+                refused = number
+            if refused is not None:
+                old = self.refusals[refused]
+                self.refusals[refused] = dataclasses.replace(old, is_adapter=True)
 
     def _add(self, number: int, eqn: Any) -> None:
         if self._grow(number, eqn):
@@ -152,18 +178,22 @@ class _Finder:
         self.normalizer.add_equation(number, eqn)
         if eqn.primitive.name not in _SUMS:
             return
-        form = self.normalizer.forms.get(eqn.outvars[0])
+        (root,) = eqn.outvars
+        form = self.normalizer.forms.get(root)
         if form is None or len(form.terms) < 2:
             return
         linear, reasons = find_linear(self.normalizer, form)
         if linear is not None:
             reason = weight_reason(linear, self.normalizer.made_by) or repeated(linear)
             if reason is None:
-                self._accept(number, eqn.outvars[0], form, linear, reasons)
+                self._accept(number, root, form, linear, reasons)
                 return
             reasons = [reason]
         if reasons and not self._is_refused(form, reasons[0]):
-            self._refuse(number, reasons[0])
+            self._refuse(number, reasons[0], _equations_of(form))
+        if not self.open_sums.is_open(root, form):
+            self.closed.add(root)
+            self.normalizer.forget(root)
 
     def _accept(
         self,
@@ -204,13 +234,19 @@ class _Finder:
         return frozenset(v for eqn in cuts for v in eqn.outvars)
 
     def _grow(self, number: int, eqn: Any) -> bool:
-        """Adds a bias, a branch or a cast to the candidate that an equation reads."""
-        if eqn.primitive.name not in ("add", "add_any", "sub", "convert_element_type"):
+        """Adds a bias, a branch or a cast to the candidate that an equation reads.
+
+        A scale is added where the kernels would round the sum before it is scaled.
+        """
+        name = eqn.primitive.name
+        if name not in (*ADDS, "convert_element_type", "mul", "div"):
             return False
         for root in eqn.invars:
             if isinstance(root, core.Literal) or root not in self.candidates:
                 continue
-            old = self.candidates[root]
+            old, aval = self.candidates[root], root.aval
+            if name in ("mul", "div") and holds(old.linear.x.dtype, aval.dtype):
+                continue
             if self.readers.users[root] != [number]:
                 continue
             opaque = self.normalizer.forms[root]
@@ -221,7 +257,8 @@ class _Finder:
             linear, reasons = None, []
             if form is not None:
                 linear, reasons = find_linear(self.normalizer, form)
-            if linear and form and _is_gain(old.linear, linear):
+            result: Any = eqn.outvars[0].aval
+            if linear and form and _is_gain(old, linear, result.dtype):
                 del self.candidates[root]
                 self._accept(number, eqn.outvars[0], form, linear, reasons)
                 return True
@@ -230,7 +267,7 @@ class _Finder:
                 self.candidates[root] = dataclasses.replace(old, used_reason=reason)
             if linear is None and reasons:
                 del self.candidates[root]
-                self._refuse(number, reasons[0])
+                self._refuse(number, reasons[0], old.equations)
                 return True
         return False
 
@@ -239,7 +276,17 @@ class _Finder:
         inside = (self.refusals.get(n) for t in form.terms for n in t.equations)
         return any(refusal.reason == reason for refusal in inside if refusal)
 
-    def _refuse(self, number: int, reason: str) -> None:
+    def _refuse(
+        self, number: int, reason: str, equations: frozenset[int] = frozenset()
+    ) -> None:
+        """Adds a near miss.
+
+        Args:
+            number: Number of the equation that computes the sum.
+            reason: Why it is no site.
+            equations: Numbers of the equations that compute its products.
+        """
+        self.refused_by |= dict.fromkeys(equations | {number}, number)
         self.refusals[number] = Refusal(
             path=self.path, location=source_of(self.jaxpr.eqns[number]), reason=reason
         )
@@ -252,7 +299,7 @@ class _Finder:
             reasons = {c: self.readers.reason(c, replaced) for c in kept}
             for candidate, reason in reasons.items():
                 if reason is not None:
-                    self._refuse(candidate.number, reason)
+                    self._refuse(candidate.number, reason, candidate.equations)
             if all(reason is None for reason in reasons.values()):
                 return kept
             kept = [c for c, reason in reasons.items() if reason is None]
@@ -287,15 +334,17 @@ class _Finder:
             reason = "its sum has a further product, which no variable holds by itself"
         if precision is None:
             reason = "its products are asked for different precisions"
-        reason = sharding_reason(linear) or rounding_reason(linear) or reason
+        aval: Any = candidate.root.aval
+        rounding = rounding_reason(linear, aval.dtype)
+        reason = sharding_reason(linear) or rounding or reason
         if reason is not None:
-            self._refuse(candidate.number, reason)
+            self._refuse(candidate.number, reason, candidate.equations)
             return None
         assert isinstance(chosen, Chosen) and precision is not None
         return Site(
             path=self.path,
             location=source_of(self.jaxpr.eqns[candidate.number]),
-            jaxpr=self.jaxpr,
+            graph=self.graph,
             equations=candidate.equations,
             x=linear.x.operand,
             projections=(projection,),
@@ -313,15 +362,26 @@ class _Finder:
         )
 
 
-def _is_gain(old: Linear, new: Linear) -> bool:
-    """Tells whether a larger sum is a linear of which the kernels compute as much.
+def _equations_of(form: Form) -> frozenset[int]:
+    return frozenset().union(*(term.equations for term in form.terms))
+
+
+def _is_gain(old: Candidate, new: Linear, result: np.dtype) -> bool:
+    """Whether a larger sum is a linear of which the kernels compute as much.
 
     A vector over output features is added behind a sum that is scaled.
+
+    Args:
+        old: The smaller sum.
+        new: The larger one.
+        result: Its dtype.
     """
-    if new.restored and not old.restored:
+    aval: Any = old.root.aval
+    if is_restored(new, result) and not is_restored(old.linear, aval.dtype):
         return False
-    vectors = [t for t in new.rest if new.scales and is_bias(t, new)]
-    return len(new.rest) - len(vectors) <= len(old.rest)
+    is_scaled = bool(new.scales) or new.coefficient != 1
+    vectors = [t for t in new.rest if is_scaled and is_vector(t, new)]
+    return len(new.rest) - len(vectors) <= len(old.linear.rest)
 
 
 def projection_of(
@@ -346,12 +406,20 @@ def projection_of(
         branches=linear.branches,
         mask=linear.mask,
         bias=None if linear.bias is None else linear.bias.factors[0].operand,
-        scales=tuple(f.operand for f in linear.scales),
+        scales=(*_number(linear.coefficient), *(f.operand for f in linear.scales)),
         rest=tuple(summand for summand in rest if summand is not None),
         out_indices=linear.out_indices,
         rank=rank_of(linear.branches, sizes),
         out_features=int(np.prod([sizes[i] for i in linear.out_indices])),
     )
+
+
+def _number(value: float) -> tuple[Operand, ...]:
+    """Returns a number as an array that scales a sum; none for 1."""
+    if value == 1:
+        return ()
+    literal = core.Literal(np.float32(value), jax.typeof(np.float32(value)))
+    return (Operand(var=literal, dims=(), dtype=np.dtype(np.float32)),)
 
 
 def block_sizes(linear: Linear, indices: Indices) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Reasons for which the kernels cannot take the place of a linear with branches."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,8 +85,13 @@ def sharding_reason(linear: Linear) -> str | None:
     return None
 
 
-def rounding_reason(linear: Linear) -> str | None:
-    """Returns why the kernels' result would be less exact than the original."""
+def rounding_reason(linear: Linear, result: np.dtype) -> str | None:
+    """Returns why the kernels' result would be less exact than the original.
+
+    Args:
+        linear: The linear.
+        result: The dtype of its sum.
+    """
     kernel, rounded = linear.x.dtype, linear.base.rounded
     if kernel not in KERNEL_DTYPES:
         able = ", ".join(map(str, KERNEL_DTYPES))
@@ -105,11 +111,26 @@ def rounding_reason(linear: Linear) -> str | None:
                 f"its branch is summed in {dtype}, and the kernels would round it and "
                 f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
             )
-    if linear.restored:
-        for dtype in linear.branch_dtypes:
-            rounded = narrower(rounded, dtype)
+    if is_restored(linear, result):
+        narrowest = functools.reduce(narrower, linear.branch_dtypes, rounded)
         return (
-            f"a sum in it is rounded to {rounded} and cast to a larger dtype, and the "
-            "kernels would not round it"
+            f"a sum in it is rounded to {narrowest} and cast to a larger dtype, and "
+            "the kernels would not round it"
         )
     return None
+
+
+def is_restored(linear: Linear, result: np.dtype) -> bool:
+    """Whether a sum was rounded to less than the kernels or the result hold.
+
+    A sum that is rounded to the kernels' own dtype, and cast to a larger one to be
+    scaled, is only rounded once less by the kernels.
+
+    Args:
+        linear: The linear.
+        result: The dtype of its sum.
+    """
+    kernel = linear.x.dtype
+    rounded = functools.reduce(narrower, linear.branch_dtypes, linear.base.rounded)
+    is_exact = rounded is None or (holds(rounded, kernel) and holds(kernel, result))
+    return linear.restored and not is_exact

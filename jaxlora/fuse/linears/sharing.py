@@ -10,11 +10,12 @@ from typing import Any
 
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.linears.linear import Linear
 from jaxlora.fuse.normal_forms.forms import Dims, Form
 from jaxlora.fuse.normal_forms.normal import Normalizer
 
-_USED = "is also used elsewhere, so it has to be computed anyway"
+USED = "is also used elsewhere, so it has to be computed anyway"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,21 +121,19 @@ class Readers:
 
     def __init__(
         self,
-        jaxpr: core.Jaxpr,
-        live: Sequence[bool],
+        graph: Graph,
         normalizer: Normalizer,
         candidates: Mapping[core.Var, Candidate],
     ) -> None:
         """Reads a jaxpr.
 
         Args:
-            jaxpr: The jaxpr.
-            live: Whether a result depends on each equation.
+            graph: The jaxpr.
             normalizer: Knows the form of each value.
             candidates: The present candidates, by the variables that hold their sums.
         """
-        self.jaxpr = jaxpr
-        self.users = users_of(jaxpr, live)
+        self.jaxpr = graph.jaxpr
+        self.users = graph.users
         self.normalizer = normalizer
         self.candidates = candidates
 
@@ -150,7 +149,7 @@ class Readers:
         if mask is not None:
             others = [u for u in self.users.get(mask, []) if u not in replaced]
             if not self._drop_gradients(others, linear):
-                return f"its dropout mask {_USED}"
+                return f"its dropout mask {USED}"
         for value in self._values_in(candidate):
             others = [u for u in self.users[value] if u not in candidate.equations]
             if others and (reason := self._read_by(others, value, linear, replaced)):
@@ -180,15 +179,15 @@ class Readers:
         form = self.normalizer.form(value)
         if is_product(form, linear):
             is_gradient = self._only_sum_rows(value, form, linear, users)
-            return None if is_gradient else f"its branch or its frozen product {_USED}"
+            return None if is_gradient else f"its branch or its frozen product {USED}"
         left = [user for user in users if user not in replaced]
         if not left or not is_masked(form, linear):
             return None
         if has_input(form, linear):
             is_gradient = self._only_sum_rows(value, form, linear, left)
-            return None if is_gradient else f"its masked x {_USED}"
+            return None if is_gradient else f"its masked x {USED}"
         is_gradient = self._drop_gradients(left, linear)
-        return None if is_gradient else f"its dropout mask {_USED}"
+        return None if is_gradient else f"its dropout mask {USED}"
 
     def _only_sum_rows(
         self, value: core.Var, form: Form, linear: Linear, users: Sequence[int]
@@ -235,18 +234,3 @@ class Readers:
             and is_product(self.normalizer.form(value), candidate.linear)
             for value in self._values_in(candidate)
         )
-
-
-def users_of(jaxpr: core.Jaxpr, live: Sequence[bool]) -> dict[core.Var, list[int]]:
-    """Returns the numbers of the equations that read each variable; -1: a result."""
-    users: dict[core.Var, list[int]] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        for out in eqn.outvars:
-            users.setdefault(out, [])
-        for atom in dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)):
-            if live[number]:
-                users.setdefault(atom, []).append(number)
-    for atom in jaxpr.outvars:
-        if isinstance(atom, core.Var):
-            users.setdefault(atom, []).append(-1)
-    return users

@@ -7,7 +7,7 @@ dimension). That array is a `Factor` with a `Choice`; it is never computed.
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Opaque,
     Term,
     align,
+    constant,
     multiply,
     sum_over,
 )
@@ -71,13 +72,40 @@ def gather_form(table: Form, rows: Form, key: Hashable, eqn: Any) -> Form:
     return multiply(table, Form(rows.dims, (chosen,)), dims)
 
 
+def entries_of(made_by: dict[core.Var, Any], eqn: Any) -> Atom:
+    """Returns the array that holds the entry that each row of a gather chooses.
+
+    Under vmap, an index is given for each axis of the table. Those along whole axes are
+    clipped to 0.
+    """
+    rows, axes = eqn.invars[1], eqn.params["dimension_numbers"].start_index_map
+    if len(axes) == 1:
+        return rows
+    columns = made_by.get(rows) if isinstance(rows, core.Var) else None
+    last = len(rows.aval.shape) - 1
+    if (
+        columns is None
+        or columns.primitive.name != "concatenate"
+        or columns.params["dimension"] != last
+        or len(columns.invars) != len(axes)
+    ):
+        raise Opaque
+    axis, _ = _gather_axis(eqn, len(eqn.invars[0].aval.shape))
+    return columns.invars[axes.index(axis)]
+
+
 def _gather_axis(eqn: Any, ndim: int) -> tuple[int, tuple[int, ...]]:
     """Returns the axis along which a gather chooses, and the results' other axes."""
     numbers = eqn.params["dimension_numbers"]
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+    if numbers.operand_batching_dims:
         raise Opaque
-    (axis,) = numbers.start_index_map
+    axes = numbers.start_index_map
+    if len(axes) > 1 and eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+        axes = [axis for axis in axes if sizes[axis] != shape[axis]]
+    if len(axes) != 1:
+        raise Opaque
+    (axis,) = axes
     whole = all(sizes[i] == shape[i] for i in range(ndim) if i != axis)
     if not whole or sizes[axis] != 1 or shape[axis] == 1:
         raise Opaque
@@ -105,6 +133,56 @@ def other_fill(params: dict[str, Any]) -> float | None:
     mode, fill = params["mode"], params["fill_value"]
     is_filled = mode == lax.GatherScatterMode.FILL_OR_DROP and fill is not None
     return float(fill) if is_filled and fill == fill and fill != 0 else None
+
+
+def chosen_form(
+    indices: Indices, forms: Sequence[Form]
+) -> tuple[list[tuple[float, Factor | None]], Form]:
+    """Returns a number and a table for each operand, and the form of one of them.
+
+    Rows choose an entry of one number from each table, all in the same way, so that a
+    function of what they choose is a choice from a table of the function.
+
+    Args:
+        indices: The indices of all forms.
+        forms: The forms of the operands of a function by element.
+    """
+    tables: list[tuple[float, Factor | None]] = []
+    first: Form | None = None
+    for form in forms:
+        number = constant(form)
+        if number is not None:
+            tables.append((number, None))
+            continue
+        if first is not None:
+            if len(form.dims) != len(first.dims):
+                raise Opaque
+            first, form = align(indices, first, form)
+        table, choice = _table_and_choice(form)
+        if first is not None:
+            _, other = _table_and_choice(first)
+            if choice.choice != other.choice or choice.dims[:-1] != other.dims[:-1]:
+                raise Opaque
+        first = form if first is None else first
+        tables.append((form.terms[0].coefficient, table))
+    if first is None:
+        raise Opaque
+    return tables, first
+
+
+def _table_and_choice(form: Form) -> tuple[Factor, Factor]:
+    """Returns the table of numbers from which rows choose, and their choice."""
+    if len(form.terms) != 1 or len(form.terms[0].factors) != 2:
+        raise Opaque
+    (term,) = form.terms
+    table, choice = sorted(term.factors, key=lambda f: f.choice is not None)
+    if not table.is_number or choice.choice is None:
+        raise Opaque
+    if choice.choice.is_ragged or choice.choice.outside != "clip":
+        raise Opaque  # a function of 0 may be another number
+    if table.indices != choice.dims[-1]:
+        raise Opaque
+    return table, choice
 
 
 def _choice_term(rows: Form, entry: tuple[Index, ...], choice: Choice) -> Term:

@@ -341,7 +341,13 @@ def holds(wide: np.dtype, narrow: np.dtype) -> bool:
 
 
 def scaled(form: Form, number: float) -> Form:
-    """Multiplies a form by a number."""
+    """Multiplies a form by a number.
+
+    Raises:
+        Opaque: The number is 0, and some terms are no constants: 0 times NaN is NaN.
+    """
+    if number == 0 and constant(form) is None:
+        raise Opaque
     terms = (
         dataclasses.replace(t, coefficient=t.coefficient * number) for t in form.terms
     )
@@ -381,6 +387,20 @@ def sum_of_constants(eqn: Any, first: Form, second: Form) -> float | None:
         return None
     one, other = (aval.dtype.type(number) for number in numbers)
     return float(one - other if eqn.primitive.name == "sub" else one + other)
+
+
+def is_moderate(number: float, dtype: Any) -> bool:
+    """Whether a number may be moved across a product without an overflow or underflow.
+
+    The normal form collects the constants of a term, and the kernels multiply by them
+    at a place of their own, so what was computed before or behind them there differs by
+    these constants. This is harmless while they are near 1 beside the range of the
+    dtype: within 2^-16 and 2^16, or 2^-4 and 2^4 for float16.
+    """
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    limit = 2.0 ** min(jnp.finfo(dtype).maxexp // 4, 16)
+    return 1 / limit <= abs(number) <= limit
 
 
 def only_masks(form: Form) -> bool:

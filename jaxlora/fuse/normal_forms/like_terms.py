@@ -26,7 +26,8 @@ _OFFSETS = ("add", "sub")
 def merged(n: Normalizer, form: Form) -> Form:
     """Adds up the terms of a sum that are the same product, rounded in the same way.
 
-    Terms that cancel have a coefficient of zero, or are left out beside others.
+    Terms that cancel are left out if all of their arrays are in other terms, so that
+    NaN and infinities in these still reach the sum. Otherwise their coefficient is 0.
     """
     outer, kept = frozenset(form.indices), list[Term]()
     for term in form.terms:
@@ -42,17 +43,22 @@ def merged(n: Normalizer, form: Form) -> Form:
                 break
         else:
             kept.append(term)
-    terms = [t for t in kept if t.coefficient != 0] or kept[:1]
+    terms = [t for t in kept if t.coefficient != 0]
     gone = [t for t in kept if t.coefficient == 0]
+    held = frozenset().union(*map(_arrays, terms))
+    terms += [t for t in gone if not _arrays(t) <= held]
+    terms = terms or kept[:1]
     return Form(form.dims, tuple(_with_equations(term, gone) for term in terms))
+
+
+def _arrays(term: Term) -> frozenset[core.Var]:
+    return frozenset(f.var for f in term.factors if isinstance(f.var, core.Var))
 
 
 def _with_equations(term: Term, gone: Iterable[Term]) -> Term:
     """Adds the equations of terms that cancel to one that has all their factors."""
-    held = {f.var for f in term.factors if isinstance(f.var, core.Var)}
     for other in gone:
-        arrays = {f.var for f in other.factors if isinstance(f.var, core.Var)}
-        if arrays <= held:
+        if _arrays(other) <= _arrays(term):
             equations = term.equations | other.equations
             term = dataclasses.replace(term, equations=equations)
     return term

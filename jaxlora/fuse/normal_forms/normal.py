@@ -1,7 +1,7 @@
 """Computes the normal form of each value of a jaxpr; rules.py has the rules."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Indices,
     Opaque,
     Term,
+    is_moderate,
 )
 from jaxlora.fuse.normal_forms.segments import Joiner
 
@@ -61,6 +62,7 @@ class Normalizer:
         numbers: Its number.
         number: The number of the present equation.
         joiner: Makes one term of concatenated segments.
+        added: Equations of new variables, which forms may have.
     """
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
@@ -76,7 +78,9 @@ class Normalizer:
         self.made_by: dict[core.Var, Any] = {}
         self.numbers: dict[core.Var, int] = {}
         self.number = -1
-        self.joiner = Joiner(self.indices, self.made_by, self.numbers)
+        self.added: list[Any] = []
+        self.joiner = Joiner(self.indices, self.made_by, self.numbers, self.add)
+        self._reciprocals: dict[Any, core.Var] = {}
 
     def leaf(self, atom: Atom) -> Form:
         """Returns the form of an array of which nothing is known."""
@@ -109,13 +113,64 @@ class Normalizer:
         form = self.form_of(eqn)
         if form is None:
             return
-        terms = [t for t in form.terms if t.coefficient != 0] or list(form.terms[:1])
+        terms = [t for t in form.terms if t.coefficient != 0 or t.factors]
+        terms = terms or list(form.terms[:1])
         if len(terms) > MAX_TERMS or any(len(t.factors) > MAX_FACTORS for t in terms):
+            return
+        if not all(_has_moderate_constants(t, out) for t in terms):
             return
         self.forms[out] = Form(
             form.dims,
             tuple(_finish(t, number, out, form, terms, _rounds(eqn)) for t in terms),
         )
+
+    def add(
+        self, eqn: Any, function: Callable[..., jax.Array], atoms: Sequence[Atom]
+    ) -> core.Var:
+        """Adds the equations of a function of variables; returns their result.
+
+        Args:
+            eqn: The equation in whose context the function is traced.
+            function: The function.
+            atoms: Its arguments; none may be a literal.
+        """
+        if any(isinstance(atom, core.Literal) for atom in atoms):
+            raise Opaque
+        with eqn.ctx.manager:
+            made = jax.make_jaxpr(function)(*(atom.aval for atom in atoms))
+        env: dict[Any, Any] = dict(zip(made.invars, atoms, strict=True))
+        for var, value in zip(made.constvars, made.consts, strict=True):
+            env[var] = core.Literal(value, var.aval)
+        for inner in made.eqns:
+            for out in inner.outvars:
+                env[out] = core.Var(out.aval)
+            read = [v if isinstance(v, core.Literal) else env[v] for v in inner.invars]
+            new = inner.replace(invars=read, outvars=[env[v] for v in inner.outvars])
+            self.added.append(new)
+            self.made_by.update(dict.fromkeys(new.outvars, new))
+        return env[made.outvars[0]]
+
+    def reciprocal(self, form: Form, eqn: Any) -> Form:
+        """Returns the form of 1 divided by a product of arrays.
+
+        Args:
+            form: The form of the product.
+            eqn: The division.
+        """
+        (term, *others), factors = form.terms, []
+        if others or term.rounded is not None or not term.coefficient:
+            raise Opaque
+        for factor in term.factors:
+            aval: Any = factor.var.aval
+            is_float = jnp.issubdtype(factor.dtype, jnp.floating)
+            is_number = factor.is_number and isinstance(factor.var, core.Var)
+            if not is_number or not is_float or aval.dtype != factor.dtype:
+                raise Opaque
+            if factor.var not in self._reciprocals:
+                self._reciprocals[factor.var] = self.add(eqn, _inverted, [factor.var])
+            dtype = jnp.promote_types(factor.dtype, jnp.float32)
+            factors.append(Factor(self._reciprocals[factor.var], factor.dims, dtype))
+        return Form(form.dims, (Term(1 / term.coefficient, tuple(factors)),))
 
     def form_of(self, eqn: Any) -> Form | None:
         """Computes the form of an equation's only result; None: it has no rule."""
@@ -143,13 +198,17 @@ class Normalizer:
         self.forms[var] = self.leaf(var)
 
 
+def _inverted(value: jax.Array) -> jax.Array:
+    return 1 / value.astype(jnp.promote_types(value.dtype, jnp.float32))
+
+
 def _finish(
     term: Term, number: int, out: core.Var, form: Form, terms: list, rounds: bool
 ) -> Term:
     """Notes that an equation computed a term, and that it rounded it."""
     equations = term.equations | {number}
     is_bare = len(term.factors) < 2 and term.coefficient == 1
-    if len(terms) > 1 or not term.factors or is_bare:
+    if len(terms) > 1 or not term.factors or not term.coefficient or is_bare:
         return dataclasses.replace(term, equations=equations)
     everything = frozenset(range(len(term.factors)))
     group = Group(term.coefficient, out, form.dims, everything, equations)
@@ -157,6 +216,17 @@ def _finish(
     same = [g for g in term.groups if g.members == everything and not rounds]
     groups = (group, *same[: MAX_SAME - 1], *parts)
     return dataclasses.replace(term, groups=groups, equations=equations)
+
+
+def _has_moderate_constants(term: Term, out: core.Var) -> bool:
+    """Whether the constants of a term may be moved; see `is_moderate`.
+
+    Terms that cancel have a coefficient of 0, and are kept for their arrays' NaN.
+    """
+    if not term.factors or term.coefficient == 0:
+        return True
+    aval: Any = out.aval
+    return is_moderate(term.coefficient, aval.dtype)
 
 
 def _rounds(eqn: Any) -> bool:

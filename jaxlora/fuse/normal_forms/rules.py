@@ -4,9 +4,11 @@ A rule returns the form of an equation's result, or raises `Opaque`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -17,12 +19,15 @@ from jaxlora.fuse.normal_forms.casts import (
     whole_form,
 )
 from jaxlora.fuse.normal_forms.choose import (
+    chosen_form,
+    entries_of,
     gather_form,
     one_hot_form,
     ragged_dot_form,
     value_key,
 )
 from jaxlora.fuse.normal_forms.forms import (
+    Factor,
     Form,
     Names,
     Opaque,
@@ -93,7 +98,13 @@ def _mul(n: Normalizer, eqn) -> Form:
     for one, other in ((first, second), (second, first)):
         if (number := constant(one)) is not None:
             return scaled(_spread(n, other, out.shape), number)
-    first, second = _spread(n, first, out.shape), _spread(n, second, out.shape)
+    return _times(n, first, second, eqn)
+
+
+def _times(n: Normalizer, first: Form, second: Form, eqn: Any) -> Form:
+    """Multiplies two values by element, of which none is a constant."""
+    shape = eqn.outvars[0].aval.shape
+    first, second = _spread(n, first, shape), _spread(n, second, shape)
     second = fresh(n.indices, second)
     first, second = align(n.indices, first, second)
     if not _worth_multiplying(first, second):
@@ -104,8 +115,9 @@ def _mul(n: Normalizer, eqn) -> Form:
 def _worth_multiplying(first: Form, second: Form) -> bool:
     """Tells whether an elementwise product is more than a new array.
 
-    It is if one value is a mask, a scalar, a vector that scales sums, or if neither has
-    all indices, as in a matrix product that is written as a product and a sum.
+    It is if one value is a mask, a scalar, a vector that scales sums or that each row
+    chooses, or if neither has all indices, as in a matrix product that is written as a
+    product and a sum.
     """
     if any(map(only_masks, (first, second))):
         return True
@@ -122,16 +134,19 @@ def _worth_multiplying(first: Form, second: Form) -> bool:
         return False
     is_scalar = not own[1 if covers[0] else 0] & all_indices
     is_sum = any(t.rounded is not None for t in other.terms)
-    return len(vector.terms) == 1 and (is_scalar or is_sum)
+    is_chosen = any(f.choice for t in vector.terms for f in t.factors)
+    return len(vector.terms) == 1 and (is_scalar or is_sum or is_chosen)
 
 
 def _div(n: Normalizer, eqn) -> Form:
     if not is_float(eqn.outvars[0].aval):
         raise Opaque
-    number = constant(n.form(eqn.invars[1]))
+    form, divisor = map(n.form, eqn.invars)
+    number = constant(divisor)
+    if number is None and any(t.rounded is not None for t in form.terms):
+        return _times(n, form, n.reciprocal(divisor, eqn), eqn)
     if not number:
         raise Opaque
-    form = n.form(eqn.invars[0])
     return scaled(_spread(n, form, eqn.outvars[0].aval.shape), 1.0 / number)
 
 
@@ -284,15 +299,23 @@ def _unify_axes(
 
 
 def _gather(n: Normalizer, eqn) -> Form:
-    table, rows = eqn.invars
-    if not is_float(table.aval):
+    table = eqn.invars[0]
+    if not is_arithmetic(table.aval):
         raise Opaque
-    key = value_key(n.made_by, rows)
-    return gather_form(fresh(n.indices, n.form(table)), n.form(rows), key, eqn)
+    rows = entries_of(n.made_by, eqn)
+    key, form = value_key(n.made_by, rows), fresh(n.indices, n.form(table))
+    return gather_form(form, _entries(n, rows), key, eqn)
+
+
+def _entries(n: Normalizer, atom: Any) -> Form:
+    """Returns the form of numbers of entries; those that are chosen are an array."""
+    form = n.form(atom)
+    is_chosen = any(f.choice for t in form.terms for f in t.factors)
+    return n.leaf(atom) if is_chosen else form
 
 
 def _eq(n: Normalizer, eqn) -> Form:
-    first, second = (n.form(v) for v in eqn.invars)
+    first, second = (_entries(n, v) for v in eqn.invars)
     if len(first.dims) != len(second.dims):
         raise Opaque
     return one_hot_form(first, second, n.made_by)
@@ -318,10 +341,57 @@ def _concatenate(n: Normalizer, eqn) -> Form:
     return n.joiner.join(segments, place, form, axis)
 
 
+def _or_chosen(form: Callable[[Normalizer, Any], Form], n: Normalizer, eqn) -> Form:
+    """Applies a rule, or the one of functions of entries that each row chooses."""
+    try:
+        return form(n, eqn)
+    except Opaque:
+        return _chosen(n, eqn)
+
+
+def _chosen(n: Normalizer, eqn) -> Form:
+    if not is_float(eqn.outvars[0].aval):
+        raise Opaque
+    tables, form = chosen_form(n.indices, [n.form(v) for v in eqn.invars])
+    arrays = [table for _, table in tables if table is not None]
+    size = n.indices.size_of(arrays[0].indices)
+
+    def function(*values: Any) -> Any:
+        rest, operands = iter(values), []
+        for (number, table), v in zip(tables, eqn.invars, strict=True):
+            value = jnp.ones(size) if table is None else next(rest)
+            value = value.reshape(-1).astype(v.aval.dtype)
+            operands.append(value if number == 1 else value * number)
+        return eqn.primitive.bind(*operands, **eqn.params)
+
+    var = n.add(eqn, function, [table.var for table in arrays])
+    (term,) = form.terms
+    choice = next(f for f in term.factors if f.choice)
+    aval: Any = var.aval
+    table = Factor(var, (choice.dims[-1],), aval.dtype)
+    chosen = dataclasses.replace(term, coefficient=1.0, factors=(table, choice))
+    return Form(form.dims, (dataclasses.replace(chosen, groups=()),))
+
+
 def _rule(form: Callable[[Normalizer, Any], Form], *reads: str) -> Rule:
     return Rule(form, frozenset(reads))
 
 
+_POINTWISE = (
+    "abs",
+    "exp",
+    "exp2",
+    "integer_pow",
+    "log",
+    "logistic",
+    "max",
+    "min",
+    "pow",
+    "rsqrt",
+    "sqrt",
+    "square",
+    "tanh",
+)
 _CAST = ("new_dtype", "weak_type")
 _DOT = ("dimension_numbers", "precision", "preferred_element_type")
 _GATHER = ("dimension_numbers", "slice_sizes", "mode", "fill_value")
@@ -330,20 +400,20 @@ _PLACE = ("sharding", "layout", "context_mesh", "unconstrained_dims")
 _RAGGED = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
 
 RULES: dict[str, Rule] = {
-    "add": _rule(_add),
+    "add": _rule(functools.partial(_or_chosen, _add)),
     "add_any": _rule(_add),
     "ceil": _rule(whole_form),
     "broadcast_in_dim": _rule(_expand_dims, "shape", "broadcast_dimensions"),
     "concatenate": _rule(_concatenate, "dimension"),
-    "convert_element_type": _rule(convert_form, *_CAST),
+    "convert_element_type": _rule(functools.partial(_or_chosen, convert_form), *_CAST),
     "copy": _rule(_identity),
     "copy_p": _rule(_identity),
-    "div": _rule(_div),
+    "div": _rule(functools.partial(_or_chosen, _div)),
     "dot_general": _rule(_dot, *_DOT),
     "eq": _rule(_eq),
     "floor": _rule(whole_form),
     "gather": _rule(_gather, *_GATHER, *_PROMISES),
-    "mul": _rule(_mul),
+    "mul": _rule(functools.partial(_or_chosen, _mul)),
     "name": _rule(_identity, "name"),
     "neg": _rule(_neg),
     "not": _rule(_not),
@@ -356,6 +426,6 @@ RULES: dict[str, Rule] = {
     "sharding_constraint": _rule(_constrained, *_PLACE),
     "stop_gradient": _rule(_stop_gradient),
     "squeeze": _rule(_squeeze, "dimensions"),
-    "sub": _rule(_add),
+    "sub": _rule(functools.partial(_or_chosen, _add)),
     "transpose": _rule(_transpose, "permutation"),
-}
+} | {name: _rule(_chosen, "accuracy", "y") for name in _POINTWISE}

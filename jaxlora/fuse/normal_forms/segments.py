@@ -7,7 +7,7 @@ equations are added to the jaxpr if a site reads them.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -115,16 +115,19 @@ class Joiner:
         indices: The indices of all forms.
         made_by: The equation that computed each variable.
         numbers: Its number.
-        added: Equations of new variables.
     """
 
     def __init__(
-        self, indices: Indices, made_by: dict[Any, Any], numbers: dict[Any, int]
+        self,
+        indices: Indices,
+        made_by: dict[Any, Any],
+        numbers: dict[Any, int],
+        add: Callable[..., core.Var],
     ) -> None:
         self.indices = indices
         self.made_by = made_by
         self.numbers = numbers
-        self.added: list[Any] = []
+        self._add = add
 
     def source_of(self, segments: Segments) -> tuple[int, Any, int]:
         """Finds x; returns its position, the variable, and the axis of its rows."""
@@ -228,28 +231,12 @@ class Joiner:
             if (segments.row,) not in first.dims or -1 in segments.entries:
                 raise Opaque
             axis = first.dims.index((segments.row,))
-            joined = self._add(segments, atoms, lambda v: jnp.concatenate(v, axis))
+            joined = self._add(segments.eqn, lambda *v: jnp.concatenate(v, axis), atoms)
             return dataclasses.replace(first, var=joined)
         if all(atom is atoms[0] for atom in atoms):
             return first
-        table = self._add(segments, atoms, jnp.stack)
+        table = self._add(segments.eqn, lambda *v: jnp.stack(v), atoms)
         return dataclasses.replace(first, var=table, dims=((entry,), *first.dims))
-
-    def _add(self, segments: Segments, atoms: Sequence[Any], function) -> core.Var:
-        """Adds the equations of a function of variables; returns their result."""
-        if any(isinstance(atom, core.Literal) for atom in atoms):
-            raise Opaque
-        with segments.eqn.ctx.manager:
-            made = jax.make_jaxpr(lambda *v: function(v))(*(a.aval for a in atoms))
-        env: dict[Any, Any] = dict(zip(made.invars, atoms, strict=True))
-        for eqn in made.eqns:
-            for out in eqn.outvars:
-                env[out] = core.Var(out.aval)
-            read = [v if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-            self.added.append(
-                eqn.replace(invars=read, outvars=[env[v] for v in eqn.outvars])
-            )
-        return env[made.outvars[0]]
 
 
 def _slice_of(made_by: dict[Any, Any], var: Any, axis: int, start: int) -> Any:

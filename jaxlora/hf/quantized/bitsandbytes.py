@@ -15,8 +15,7 @@ from jaxlora.hf.quantized.stored import (
     host_weight,
 )
 from jaxlora.pallas_kernels import Int8Weight, Nf4Weight, QuantizedWeight
-from jaxlora.pallas_kernels.quantized.codebooks import DYNAMIC, NF4
-from jaxlora.pallas_kernels.quantized.nf4 import BLOCK, NESTED_BLOCK
+from jaxlora.pallas_kernels.quantized.nf4 import BLOCK, DYNAMIC, NESTED_BLOCK, NF4
 
 _ROW_MAJOR = 0  # the other orders were for certain GPUs
 _ABSMAX, _NESTED = "weight.absmax", "weight.nested_absmax"

@@ -23,8 +23,8 @@ from jaxlora.plan.mesh.predict import window_seconds
 from jaxlora.plan.run_plan import RunPlan, laid_out
 from jaxlora.plan.stages import MeshFootprint
 from jaxlora.scheduler import Schedule
-from jaxlora.scheduler.streams.state import Position, Rules
-from jaxlora.scheduler.streams.stream import StreamState, next_stretch
+from jaxlora.scheduler.stream.state import Position, Rules
+from jaxlora.scheduler.stream.stream import StreamState, next_stretch
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
 
 _TICKS = 48  # that are packed for each candidate, at least
@@ -200,7 +200,7 @@ class Search:
         config = config.replace(microbatch_tokens=bounds.max_tokens)
         rates = self.machine.rates(spec, config.network_gbits)
         plan = laid_out(config, self.model, spec, self.jobs, bounds, rates)
-        notes = Note(str(kernels)), *plan.notes
+        notes = Note(str(kernels)), *_pace_notes(config, len(self.jobs)), *plan.notes
         return dataclasses.replace(plan, notes=notes)
 
     def unlimited(self, config: RunConfig) -> Candidate:
@@ -287,7 +287,7 @@ class Search:
         lengths = lambda job, step: self.jobs[job].lengths(step)
         state, ticks, is_part = StreamState(), [], True
         for one in self.positions[: plan.num_slots]:
-            state = state.with_job(one)
+            state = state.with_job(one, plan.rules.pace)
         while len(ticks) < _TICKS and is_part:
             stretch = next_stretch(state, lengths, plan.rules)
             ticks, state = [*ticks, *stretch.ticks], stretch.after
@@ -303,6 +303,17 @@ def _hides_calls(spec: DecoderSpec, bounds: Bounds) -> bool:
     """
     work = layer_work(spec, spec.config.num_layers // 2, bounds.sample_tokens)
     return work.forward.flops * bounds.max_tokens >= _LEAST_FLOPS
+
+
+def _pace_notes(config: RunConfig, num_jobs: int) -> list[Note]:
+    """Returns a line of the log that says how jobs share microbatches."""
+    if num_jobs == 1 or config.packer != "joint":
+        return []
+    how = {
+        "equal": "running jobs get the same number of tokens",
+        "together": "running jobs end at the same time",
+    }[config.settled_pace]
+    return [Note(f"pace: {config.settled_pace}: {how}")]
 
 
 def run_bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
@@ -326,6 +337,7 @@ def first_positions(jobs: Sequence[PreparedJob]) -> list[Position]:
             batch=jobs[i].first_step,
             num_batches=jobs[i].num_steps,
             batch_tokens=jobs[i].batch_tokens,
+            priority=jobs[i].settings.priority,
         )
         for slot, i in enumerate(left)
     ]

@@ -310,16 +310,18 @@ def shape_seconds(
         stages=tuple(costs),
         buckets=(*shapes, capacity),
         communication=speed.transfer_seconds(hidden_bytes),
-        padding=_padding(stages.spec, rates),
+        padding=padding_share(stages.spec, rates)[0],
     )
 
 
-def _padding(spec: DecoderSpec, rates: Rates) -> float:
-    """Returns the time of a row of padding, as a share of that of a token."""
+def padding_share(spec: DecoderSpec, rates: Rates) -> tuple[float, str]:
+    """Returns the time of a row of padding as a share of a token's, and its source."""
     if rates.profile is not None:
-        return rates.profile.padding
-    backend = get_backend(spec.options.implementation)
-    return _PADDING if backend.skips_padding else 1.0
+        return rates.profile.padding, "as `jaxlora profile` measured here"
+    name = spec.options.implementation
+    if get_backend(name).skips_padding:
+        return _PADDING, f"as is usual of {name} kernels; `jaxlora profile` measures it"
+    return 1.0, f"as {name} kernels do not skip padding"
 
 
 def _mean_squares(schedule: Schedule) -> float:

@@ -1,33 +1,45 @@
 """Drives a sweep over several groups: which group trains what, and what ends early.
 
-Each round takes what the workers have sent, decides, and lets `Journal` write what has
-happened and send what follows. A second start continues from the ledger.
+Each round takes what the workers have sent, decides, writes what has happened, and
+sends what follows. A second start continues from the ledger.
 """
 
 import dataclasses
 import logging
 import pathlib
-import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxlora.common.atomic import make_folder, sync_folder, wrap_os_errors
+from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
-from jaxlora.errors import ConfigError, ProcessError, StorageError
-from jaxlora.run.clone_settings import clone_settings
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, is_own
+from jaxlora.errors import ConfigError, ProcessError
+from jaxlora.run.folder import clean_up
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.fleet import ROUND_SECONDS, Fleet
-from jaxlora.sweeps.engine.ledger import Journal, Ledger
-from jaxlora.sweeps.engine.placement import Group, choose, free_slots, moves
+from jaxlora.sweeps.engine.groups import (
+    Group,
+    choose,
+    free_slots,
+    keep_adapter,
+    moves,
+    remove_unused,
+)
+from jaxlora.sweeps.engine.launch import Lost
+from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.state import GROUPS, Configuration, Record, SweepState
-from jaxlora.sweeps.engine.workers import Lost, Workers
+from jaxlora.sweeps.engine.transport import Workers
 from jaxlora.sweeps.suggesting import Suggestions
 
 logger = logging.getLogger(__name__)
 
+_ROUND_SECONDS = 0.5  # to wait for messages
+_RETRY_SECONDS = 5.0  # between two attempts to start a group whose devices are gone
+_MOST_FAILURES = 3  # losses in a row, without a step between them
+_SILENT_SECONDS = 1800.0  # the longest compilation, after which a worker has hung
+_STOPPED_SECONDS = 120.0  # without a sign of life, after which a process is stopped
+_START_SECONDS = 300.0  # until the first one, as imports may take long
+_END_SECONDS = 120.0
 _REMOVE_SECONDS = 10.0  # between two looks for checkpoints that nobody needs
 
 
@@ -37,6 +49,7 @@ class Driver:
     Attributes:
         state: The configurations.
         groups: The groups, by number.
+        is_ending: Whether no further work is given.
     """
 
     def __init__(
@@ -60,19 +73,15 @@ class Driver:
         """
         self._folder, self._workers, self._search = folder, workers, search
         self.state, self.groups, self._removed = state, groups, 0.0
-        self._journal = Journal(state, ledger, workers)
-        self._fleet = Fleet(folder, state, groups, workers, self._journal)
+        self._ledger, self._looked, self.is_ending = ledger, time.monotonic(), False
+        self._records: list[Record] = []  # that are not on the disk yet
+        self._outbox: dict[int, list[m.ToWorker]] = {}  # what follows from them
         ledger.replay(state.apply)
         self._settings: dict[str, LoraJob] = {}  # that were read, for the search
         if search is not None:
             search.restore(state.places)
-        self._journal.record("begin")
-        self._review()
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether no further work is given."""
-        return self._fleet.is_ending
+        self.record("begin")
+        self.review()
 
     # ---- the loop ------------------------------------------------------------------
 
@@ -96,22 +105,146 @@ class Driver:
         try:
             each_round(self)  # it may resume what was paused
             while not is_asked_to_end() and not self._is_over():
-                self._fleet.start_due()
+                self._start_due()
                 self._assign()
-                self._journal.flush()
-                self._take(self._workers.receive(ROUND_SECONDS))
+                self.flush()
+                self._take(self._workers.receive(_ROUND_SECONDS))
                 each_round(self)
-            self._journal.flush()
-            self._fleet.end(self._take, is_finished=self.state.is_over())
+            self.flush()
+            self._end_all(is_finished=self.state.is_over())
             remove_unused(self._folder, self.state)
             each_round(self)
         except (ConfigError, ProcessError):
             logger.warning("the sweep ends here: the groups save what they have done")
-            self._fleet.end(self._take, is_finished=False)
+            self._end_all(is_finished=False)
             raise
         finally:
             self._workers.close()
         return not self.state.is_over()
+
+    # ---- records, and the messages that follow from them ---------------------------
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Follows a record, and keeps it until `flush`."""
+        record = {"kind": kind, **values}
+        self.state.apply(record)
+        self._records.append(record)
+
+    def send(self, group: int, *messages: m.ToWorker) -> None:
+        """Sends messages to the worker of a group when the records are on the disk.
+
+        So after a kill at any time, the ledger has all that a worker was told.
+        """
+        self._outbox.setdefault(group, []).extend(messages)
+
+    def ask(self, found: Configuration, action: m.Action, reason: str = "") -> None:
+        """Sends a request about a configuration to its group, if it is in one."""
+        if found.group is not None:
+            ask = m.Ask(action=action, name=found.name, reason=reason)
+            self.send(found.group, ask)
+
+    def flush(self) -> None:
+        """Writes the records, and then sends the messages."""
+        self._ledger.append(self._records)
+        self._records = []
+        outbox, self._outbox = self._outbox, {}
+        for group, messages in outbox.items():
+            self._workers.send(group, messages)
+
+    # ---- the workers ---------------------------------------------------------------
+
+    def _start_due(self) -> None:
+        """Starts workers where there are none, and ends those that hang."""
+        now = time.monotonic()
+        # Where this process was stopped itself, their messages have not been read yet.
+        was_away = now - self._looked > _STOPPED_SECONDS / 2
+        self._looked = now
+        for number, group in enumerate(self.groups):
+            if group.is_live:
+                if was_away:
+                    group.beat = max(group.beat, now)
+                self._kill_if_silent(number, group, now)
+            elif group.is_given_up or now < group.next_start:
+                continue
+            elif self.state.queue() or not self.state.starts.get(number):
+                self._start(number, group)
+        if all(group.is_given_up for group in self.groups):
+            raise ProcessError(
+                f"the workers of all {counted(len(self.groups), 'group')} have ended "
+                f"{_MOST_FAILURES} times in a row without a step. See their logs in "
+                f"{self._folder / GROUPS}; then continue with --resume."
+            )
+
+    def _kill_if_silent(self, number: int, group: Group, now: float) -> None:
+        """Kills a worker that is stopped, or whose thread that trains hangs."""
+        for since, limit, what in (
+            (group.heard, _SILENT_SECONDS, "message"),
+            (group.beat, _STOPPED_SECONDS, "sign of life"),
+        ):
+            if now - since > limit:
+                logger.warning(
+                    "group %d: no %s in %g s; its worker is killed", number, what, limit
+                )
+                group.heard = group.beat = now
+                self._workers.kill(number)
+                return
+
+    def _start(self, number: int, group: Group) -> None:
+        name = self.state.next_folder(number)
+        folder = self._folder / name
+        self.record("start", group=number, folder=name)
+        self.flush()  # so that the next driver knows of the folder
+        if not self._workers.start(number, folder):
+            self.record("lost", group=number, reason="its devices are not there")
+            group.next_start = time.monotonic() + _RETRY_SECONDS
+            return
+        group.is_live, group.heard = True, time.monotonic()
+        group.beat = group.heard + _START_SECONDS
+        run = {**group.run, "output_dir": str(folder)}
+        self.send(number, m.Begin(run=run))
+        logger.info("group %d: started in %s", number, folder)
+
+    def _lose(self, number: int, reason: str) -> None:
+        """Takes note of the end of a worker."""
+        group = self.groups[number]
+        group.is_live, group.tokens_per_second = False, None
+        self._outbox.pop(number, None)
+        clean_up(self._folder / self.state.folders[number])
+        if self.is_ending:
+            return
+        num_held = len(self.state.of_group(number))
+        self.record("lost", group=number, reason=reason)
+        group.failures += 1
+        group.is_given_up = group.failures >= _MOST_FAILURES
+        logger.warning(
+            "group %d is lost: %s. Its %s from the last checkpoint%s",
+            number,
+            reason,
+            counted(num_held, "configuration")
+            + (" go on" if num_held != 1 else " goes on"),
+            "; the group is given up" if group.is_given_up else "",
+        )
+
+    def _end_all(self, *, is_finished: bool) -> None:
+        """Lets all workers end.
+
+        Args:
+            is_finished: Whether nothing is left to train.
+        """
+        self.is_ending = True
+        end = time.monotonic() + _END_SECONDS
+        live = [g for g, group in enumerate(self.groups) if group.is_live]
+        for group in live:
+            self._workers.send(group, [m.Finish() if is_finished else m.End()])
+        while any(group.is_live for group in self.groups):
+            if time.monotonic() > end:
+                late = [g for g, group in enumerate(self.groups) if group.is_live]
+                logger.warning("groups %s do not end; killing them", late)
+                for group in late:
+                    self._workers.kill(group)
+                    self.groups[group].is_live = False
+            self._take(self._workers.receive(_ROUND_SECONDS))
+            self.flush()
 
     # ---- which group trains what ---------------------------------------------------
 
@@ -134,8 +267,8 @@ class Driver:
         for found in list(moves(self.state, self.groups)):
             assert found.group is not None
             logger.info("%s leaves group %d", found.name, found.group)
-            self._journal.send(found.group, m.Release(name=found.name))
-            self._journal.record("moving", name=found.name)
+            self.ask(found, "release")
+            self.record("moving", name=found.name)
 
     def _suggest(self) -> bool:
         """Adds a configuration that the search suggests; whether there was one."""
@@ -148,158 +281,6 @@ class Driver:
         self.add(job, place=self._search.points[job.name])
         logger.info("sweep: Optuna suggests %s", job.name)
         return True
-
-    def _jobs(self) -> list[tuple[LoraJob, JobProgress]]:
-        """Returns the configurations as the search sees them."""
-        known, configurations = self._settings, self.state.configurations
-        for name in configurations.keys() - known.keys():
-            known[name] = LoraJob.model_validate(configurations[name].settings)
-        return [(known[name], one.progress) for name, one in configurations.items()]
-
-    def _is_over(self) -> bool:
-        return self.state.is_over() and not self._suggest()
-
-    def _give(self, found: Configuration, number: int) -> None:
-        sources = [str(self._folder / name) for name in found.sources]
-        settings = dict(found.settings) if found.is_late else None
-        if (verdict := self.state.verdict(found.name)) is not None:
-            self._journal.send(number, verdict)
-        self._journal.record("given", name=found.name, group=number)
-        self._journal.send(
-            number, m.Give(name=found.name, sources=sources, settings=settings)
-        )
-        if found.stop is not None:
-            self._ask(found, "stop", found.stop)
-
-    # ---- messages from workers -----------------------------------------------------
-
-    def _take(self, found: list[tuple[int, m.FromWorker | Lost]]) -> None:
-        """Follows what the workers have sent."""
-        for number, message in found:
-            group, now = self.groups[number], time.monotonic()
-            group.beat = now
-            if not isinstance(message, m.Alive):
-                group.heard = now
-            match message:
-                case Lost(reason=reason):
-                    self._fleet.lose(number, reason)
-                case m.Ready(jobs=jobs):
-                    known = self.state.configurations
-                    new = [job for job in jobs if known[job["name"]].facts is None]
-                    if new:
-                        self._journal.record("facts", jobs=new)
-                    copies = [j["name"] for j in jobs if j.get("clone_step")]
-                    self._journal.send(number, *(m.Noted(name=n) for n in copies))
-                case m.Refused(name=name, reason=reason):
-                    progress = JobProgress(status="failed", reason=reason)
-                    self._end(number, name, dataclasses.asdict(progress), None)
-                case m.Evaluated(number=count, points=points):
-                    self.groups[number].failures = 0
-                    self._note(number, points)
-                    self._verdicts(number, [name for name, *_ in points])
-                    self._journal.send(number, m.Judged(number=count))
-                case m.Progress():
-                    self._follow(number, message)
-                case m.Ended(name=name, progress=progress, folder=folder):
-                    self.groups[number].failures = 0
-                    self._end(number, name, progress, folder)
-                case m.Saved(name=name, is_released=is_released):
-                    self._saved(number, name, is_released=is_released)
-                case m.Failed(reason=reason, is_final=True) if not self.is_ending:
-                    raise ConfigError(f"group {number} cannot train: {reason}")
-                case m.Failed(reason=reason):
-                    logger.warning("group %d: %s", number, reason)
-
-    def _follow(self, number: int, message: m.Progress) -> None:
-        group = self.groups[number]
-        group.tokens_per_second = message.tokens_per_second
-        group.resources = message.resources
-        for name, values in message.jobs.items():
-            found, progress = self.state.configurations[name], JobProgress(**values)
-            if found.is_closed or found.group != number:
-                continue
-            if progress.step > found.progress.step:
-                group.failures = 0
-            found.progress = progress
-
-    def _note(self, number: int, points: list[list[Any]]) -> None:
-        """Decides after evaluations, but for those that were made before."""
-        known, found = self.state.decisions, self.state.configurations
-        new = [
-            [name, step, loss, value]
-            for name, step, loss, value in points
-            if found[name].group == number and not known.has(name, step)
-        ]
-        if not new:
-            return
-        num_cutoffs = len(known.cutoffs)
-        record = self.state.note(new)
-        self._journal.keep(record)
-        self._tell_decisions(record, has_cut=len(known.cutoffs) > num_cutoffs)
-
-    def _review(self) -> None:
-        """Decides what follows from an end or a pause."""
-        record = self.state.review()
-        if record is not None:
-            self._journal.keep(record)
-            self._tell_decisions(record, has_cut=bool(record["cutoffs"]))
-
-    def _tell_decisions(self, record: Record, *, has_cut: bool) -> None:
-        """Sends verdicts to all groups that a decision concerns."""
-        for name, (rule, reason) in record["stops"].items():
-            logger.info("%s ends: %s (%s)", name, rule, reason)
-        stopped = set(record["stops"])
-        for number in self.state.folders:
-            held = [c.name for c in self.state.of_group(number)]
-            names = held if has_cut else [name for name in held if name in stopped]
-            self._verdicts(number, names)
-
-    def _verdicts(self, number: int, names: list[str]) -> None:
-        found = [self.state.verdict(name) for name in names]
-        self._journal.send(
-            number, *(verdict for verdict in found if verdict is not None)
-        )
-
-    def _end(
-        self,
-        number: int | None,
-        name: str,
-        progress: Mapping[str, Any],
-        folder: str | None,
-    ) -> None:
-        """Takes note of an end in a group; one that is known changes nothing."""
-        found = self.state.configurations[name]
-        if found.is_closed or found.group != number:
-            return
-        kept = None
-        if folder is not None:
-            kept = keep_adapter(self._folder, name, pathlib.Path(folder))
-        self._journal.record("ended", name=name, progress=dict(progress), folder=kept)
-        logger.info(
-            "%s: %s (%s); %d left",
-            name,
-            progress["status"],
-            progress["reason"],
-            len(self.state.open()),
-        )
-        self._review()
-
-    def _saved(self, number: int, name: str, *, is_released: bool) -> None:
-        found = self.state.configurations[name]
-        if found.is_closed or found.group != number:
-            return
-        if is_released and found.is_moving:
-            self._journal.record("released", name=name)
-            return
-        left = {n for n, f in self.state.folders.items() if f in found.sources}
-        self._journal.record("saved", name=name, folder=self.state.folders[number])
-        for other in left - {number}:
-            self._journal.send(other, m.Drop(name=name))
-        if time.monotonic() - self._removed > _REMOVE_SECONDS:
-            self._removed = time.monotonic()
-            remove_unused(self._folder, self.state)
-
-    # ---- requests ------------------------------------------------------------------
 
     def add(self, job: LoraJob, *, place: dict[str, float] | None = None) -> None:
         """Adds a configuration to the queue.
@@ -314,122 +295,159 @@ class Driver:
         if job.name.lower() in {name.lower() for name in self.state.configurations}:
             raise ConfigError(f"a job named {job.name!r} is in this run already.")
         settings = job.model_dump(mode="json")
-        self._journal.record("job", settings=settings, place=place)
+        self.record("job", settings=settings, place=place)
 
-    def clone(self, name: str, settings: Mapping[str, Any]) -> str:
-        """Adds a copy of a configuration, which starts in its group.
+    def _jobs(self) -> list[tuple[LoraJob, JobProgress]]:
+        """Returns the configurations as the search sees them."""
+        known, configurations = self._settings, self.state.configurations
+        for name in configurations.keys() - known.keys():
+            known[name] = LoraJob.model_validate(configurations[name].settings)
+        return [(known[name], one.progress) for name, one in configurations.items()]
 
-        Args:
-            name: The configuration.
-            settings: Settings that differ, and the copy's name if it is given.
+    def _is_over(self) -> bool:
+        return self.state.is_over() and not self._suggest()
 
-        Returns:
-            The name of the copy.
+    def _give(self, found: Configuration, number: int) -> None:
+        sources = tuple(str(self._folder / name) for name in found.sources)
+        settings = dict(found.settings) if found.is_late else None
+        if (verdict := self.state.verdict(found.name)) is not None:
+            self.send(number, verdict)
+        self.record("given", name=found.name, group=number)
+        self.send(number, m.Give(name=found.name, sources=sources, settings=settings))
+        if found.stop is not None:
+            self.ask(found, "stop", found.stop)
+
+    # ---- messages from workers -----------------------------------------------------
+
+    def _take(self, found: list[tuple[int, m.FromWorker | Lost]]) -> None:
+        """Follows what the workers have sent.
 
         Raises:
-            ConfigError: The configuration is in no group or has not begun itself, a
-                setting cannot change, or the name is taken.
+            ConfigError: One of them cannot train, nor could another one.
         """
-        found = self._open(name)
-        if found.group is None or found.is_moving or found.awaits_origin:
-            raise ConfigError(
-                f"job {name!r} has no state in a group now: it waits for a slot, or to "
-                "start as a copy itself. Ask again when it trains."
-            )
-        changes = dict(settings)
-        new_name = changes.pop("name", None)
-        job = LoraJob.model_validate(found.settings)
-        copy = clone_settings(job, changes, new_name)
-        self.add(copy)
-        return copy.name
+        failure = None
+        for number, message in found:
+            group, now = self.groups[number], time.monotonic()
+            group.beat = now
+            if not isinstance(message, m.Alive):
+                group.heard = now
+            match message:
+                case Lost(reason=reason):
+                    self._lose(number, reason)
+                case m.Ready(jobs=jobs):
+                    self._ready(number, jobs)
+                case m.Evaluated(number=count, points=points):
+                    group.failures = 0
+                    self._note(number, points)
+                    self._verdicts(number, [name for name, *_ in points])
+                    self.send(number, m.Judged(number=count))
+                case m.Progress():
+                    self._follow(number, message)
+                case m.Ended(name=name, progress=progress, folder=folder):
+                    group.failures = 0
+                    self.note_end(number, name, progress, folder)
+                case m.Saved(name=name, is_released=is_released):
+                    self._saved(number, name, is_released=is_released)
+                case m.Failed(reason=reason):
+                    logger.warning("group %d: %s", number, reason)
+            if isinstance(message, m.Failed | Lost) and message.is_final:
+                failure = failure or f"group {number} cannot train: {message.reason}"
+        if failure is not None and not self.is_ending:
+            raise ConfigError(failure)
 
-    def stop(self, name: str, reason: str) -> None:
-        """Ends a configuration, after its current global batch."""
-        found = self._open(name)
-        self._journal.record("asked_to_stop", name=name, reason=reason)
-        if found.group is not None:
-            self._ask(found, "stop", reason)
-        elif not found.sources:
-            progress = JobProgress(status="stopped", reason=reason)
-            self._end(None, name, dataclasses.asdict(progress), None)
+    def _ready(self, number: int, jobs: Sequence[m.JobFacts]) -> None:
+        known = self.state.configurations
+        new = [job for job in jobs if known[job.name].facts is None]
+        if new:
+            self.record("facts", jobs=list(map(dataclasses.asdict, new)))
+        for job in jobs:
+            if job.clone_step:
+                self.send(number, m.Ask(action="begin", name=job.name))
 
-    def pause(self, name: str, reason: str) -> None:
-        """Lets a configuration leave its slot."""
-        found = self._open(name)
-        self._journal.record("held", name=name, reason=reason)
-        self._ask(found, "pause", reason)
-        self._review()
+    def _follow(self, number: int, message: m.Progress) -> None:
+        group = self.groups[number]
+        group.tokens_per_second = message.tokens_per_second
+        group.memory = message.memory
+        for name, progress in message.jobs.items():
+            found = self.state.configurations[name]
+            if found.is_closed or found.group != number:
+                continue
+            if progress.step > found.progress.step:
+                group.failures = 0
+            found.progress = progress
 
-    def resume(self, name: str) -> None:
-        """Lets a configuration that was paused go on."""
-        found = self._open(name)
-        self._journal.record("held", name=name, reason=None)
-        self._ask(found, "resume", "")
+    def _note(self, number: int, points: Sequence[m.Point]) -> None:
+        """Decides after evaluations, but for those that were made before."""
+        known, found = self.state.decisions, self.state.configurations
+        new = [
+            point
+            for point in points
+            if found[point[0]].group == number and not known.has(*point[:2])
+        ]
+        if not new:
+            return
+        num_cutoffs = len(known.cutoffs)
+        record = self.state.note(new)
+        self._records.append(record)
+        self._tell_decisions(record, has_cut=len(known.cutoffs) > num_cutoffs)
 
-    def _ask(self, found: Configuration, action: str, reason: str) -> None:
-        if found.group is not None:
-            ask = m.Ask(action=action, name=found.name, reason=reason)
-            self._journal.send(found.group, ask)
+    def review(self) -> None:
+        """Decides what follows from an end or a pause."""
+        record = self.state.review()
+        if record is not None:
+            self._records.append(record)
+            self._tell_decisions(record, has_cut=bool(record["cutoffs"]))
 
-    def _open(self, name: str) -> Configuration:
-        found = self.state.configurations.get(name)
-        if found is None:
-            names = ", ".join(self.state.configurations)
-            raise ConfigError(f"there is no job {name!r}; there are: {names}.")
-        if found.is_closed:
-            raise ConfigError(f"job {name!r} has ended: {found.progress.reason}.")
-        return found
+    def _tell_decisions(self, record: Record, *, has_cut: bool) -> None:
+        """Sends verdicts to all groups that a decision concerns."""
+        for name, (rule, reason) in record["stops"].items():
+            logger.info("%s ends: %s (%s)", name, rule, reason)
+        stopped = set(record["stops"])
+        for number in self.state.folders:
+            held = [c.name for c in self.state.of_group(number)]
+            names = held if has_cut else [name for name in held if name in stopped]
+            self._verdicts(number, names)
 
+    def _verdicts(self, number: int, names: list[str]) -> None:
+        found = [self.state.verdict(name) for name in names]
+        self.send(number, *(verdict for verdict in found if verdict is not None))
 
-# ---- the checkpoints of all groups, and the adapters that stay -----------------------
+    def note_end(
+        self,
+        number: int | None,
+        name: str,
+        progress: JobProgress,
+        folder: str | None = None,
+    ) -> None:
+        """Takes note of an end in a group; one that is known changes nothing."""
+        found = self.state.configurations[name]
+        if found.is_closed or found.group != number:
+            return
+        kept = None
+        if folder is not None:
+            kept = keep_adapter(self._folder, name, pathlib.Path(folder))
+        values = dataclasses.asdict(progress)
+        self.record("ended", name=name, progress=values, folder=kept)
+        logger.info(
+            "%s: %s (%s); %d left",
+            name,
+            progress.status,
+            progress.reason,
+            len(self.state.open()),
+        )
+        self.review()
 
-
-def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | None:
-    """Moves a PEFT folder to its place, where an earlier attempt may have been.
-
-    The move is on the disk when this returns, so that a record may name the place.
-
-    Args:
-        sweep: Folder of the sweep.
-        name: The configuration.
-        folder: Its PEFT folder in the run of a group; missing if it was moved before.
-
-    Returns:
-        Its place, within the folder of the sweep; None if there is no such folder.
-
-    Raises:
-        StorageError: It cannot be moved, or a link leads out of the sweep's folder.
-    """
-    kept = f"{ADAPTERS}/{name}"
-    if folder.is_dir():
-        is_inside = folder.resolve().is_relative_to(sweep.resolve())
-        if not (is_inside and is_own(sweep, kept)):
-            raise StorageError(
-                f"{folder} is not moved to {sweep / kept}: a link leads out of the "
-                "folder of the sweep. Replace it by a folder."
-            )
-        with wrap_os_errors(sweep / kept):
-            make_folder(sweep / ADAPTERS)
-            if (sweep / kept).exists():
-                shutil.rmtree(sweep / kept)
-            folder.rename(sweep / kept)
-            sync_folder(sweep / ADAPTERS)
-    return kept if (sweep / kept).is_dir() else None
-
-
-def remove_unused(sweep: pathlib.Path, state: SweepState) -> None:
-    """Removes checkpoints of ended workers that no configuration needs.
-
-    Args:
-        sweep: Folder of the sweep.
-        state: The sweep.
-    """
-    names = [f"{GROUPS}/{path.name}" for path in (sweep / GROUPS).glob("*")]
-    with_states = [
-        name
-        for name in names
-        if (sweep / name / CHECKPOINTS).is_dir()
-        and is_own(sweep, f"{name}/{CHECKPOINTS}")
-    ]
-    for name in state.unused_folders(with_states):
-        shutil.rmtree(sweep / name / CHECKPOINTS, ignore_errors=True)
+    def _saved(self, number: int, name: str, *, is_released: bool) -> None:
+        found = self.state.configurations[name]
+        if found.is_closed or found.group != number:
+            return
+        if is_released and found.is_moving:
+            self.record("released", name=name)
+            return
+        left = {n for n, f in self.state.folders.items() if f in found.sources}
+        self.record("saved", name=name, folder=self.state.folders[number])
+        for other in left - {number}:
+            self.send(other, m.Ask(action="drop", name=name))
+        if time.monotonic() - self._removed > _REMOVE_SECONDS:
+            self._removed = time.monotonic()
+            remove_unused(self._folder, self.state)

@@ -1,13 +1,11 @@
 """A group's part of a sweep: it trains what it is given, and asks how to go on."""
 
-import dataclasses
 import logging
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.config.sweep_config import ExitRule
@@ -19,8 +17,7 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.control import report_sweep
 from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.devices import host_resources
-from jaxlora.sweeps.engine.messages import Link
+from jaxlora.sweeps.engine.transport import Link
 from jaxlora.sweeps.ranking import SweepReport
 from jaxlora.train.control import Control
 from jaxlora.train.job_state import JobState
@@ -32,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
+_MEMINFO = pathlib.Path("/proc/meminfo")
 MOVED = "moved"  # the rule by which a job ends here because another group has it
 
 
@@ -77,7 +75,7 @@ class GroupControl(Control[SweepReport], Callback):
         self._ends = _Ends(link)
         self._num_asked, self._undecided = 0, set[str]()
         self._reviewed = 0
-        self._progress: dict[str, dict[str, Any]] = {}
+        self._progress: dict[str, JobProgress] = {}
         self._sent = 0.0
         self._speed: float | None = None
 
@@ -88,7 +86,7 @@ class GroupControl(Control[SweepReport], Callback):
 
     # ---- the thread that listens ---------------------------------------------------
 
-    def receive(self, message: m.Message) -> None:
+    def receive(self, message: m.ToWorker) -> None:
         """Takes a message of the driver."""
         with self._changed:
             match message:
@@ -96,11 +94,11 @@ class GroupControl(Control[SweepReport], Callback):
                     self._verdicts[name] = message
                 case m.Judged(number=number):
                     self._num_judged = number
-                case m.Noted(name=name):
+                case m.Ask(action="begin", name=name):
                     self._noted.add(name)
                 case m.Finish():
                     self._is_finishing = True
-                case m.Give() | m.Ask() | m.Release() | m.Drop():
+                case m.Give() | m.Ask():
                     self._inbox.append(message)
             self.version += 1
             self._changed.notify_all()
@@ -127,10 +125,7 @@ class GroupControl(Control[SweepReport], Callback):
 
     def _ask_about(self, jobs: Sequence[JobState]) -> None:
         """Sends evaluations, and waits for what is decided about them."""
-        points = [
-            [j.name, p.step, p.last_eval, p.last_metric]
-            for j, p in ((job, job.progress) for job in jobs)
-        ]
+        points = tuple(map(_point, jobs))
         self._undecided |= {job.name for job in jobs}
         self._num_asked += 1
         self._link.send(m.Evaluated(number=self._num_asked, points=points))
@@ -198,7 +193,7 @@ class GroupControl(Control[SweepReport], Callback):
         config: RunConfig,
     ) -> RunResult[SweepReport]:
         """Ranks the configurations that the group has trained; see `report_sweep`."""
-        return report_sweep(result, jobs, config)
+        return report_sweep(result, config)
 
     # ---- jobs come and go ----------------------------------------------------------
 
@@ -215,9 +210,9 @@ class GroupControl(Control[SweepReport], Callback):
             match message:
                 case m.Give(name=name):
                     self._gives[name] = message
-                case m.Release(name=name):
+                case m.Ask(action="release", name=name):
                     self._release(name)
-                case m.Drop(name=name):
+                case m.Ask(action="drop", name=name):
                     self._dropped.add(name)
                 case m.Ask():
                     self._asks.append(message)
@@ -264,9 +259,13 @@ class GroupControl(Control[SweepReport], Callback):
             self._trainer.add_job(LoraJob.model_validate(give.settings))
         except JaxloraError as error:
             self._gives.pop(give.name, None)
-            self._link.send(m.Refused(name=give.name, reason=str(error)))
+            self._refuse(give.name, str(error))
             return False
         return True
+
+    def _refuse(self, name: str, reason: str) -> None:
+        progress = JobProgress(status="failed", reason=reason)
+        self._link.send(m.Ended(name=name, progress=progress))
 
     def _take(self, give: m.Give) -> None:
         """Lets a job train from its newest state, or anew if it has none."""
@@ -285,7 +284,7 @@ class GroupControl(Control[SweepReport], Callback):
         if (origin := job.awaits) is not None:
             if origin.job not in self._given:
                 reason = f"{origin.job} has ended, and its copy has no state"
-                self._link.send(m.Refused(name=name, reason=reason))
+                self._refuse(name, reason)
                 return
             self._copies.add(name)
         self._given.add(name)
@@ -315,7 +314,7 @@ class GroupControl(Control[SweepReport], Callback):
     def on_event(self, event: events.Event) -> None:
         """Tells the driver what it needs to know."""
         if isinstance(event, events.JobEvent):
-            self._progress[event.job] = dataclasses.asdict(event.progress)
+            self._progress[event.job] = event.progress
             is_step = isinstance(event, events.StepEvent)
             if not is_step or time.monotonic() - self._sent > _PROGRESS_SECONDS:
                 self._tell()
@@ -324,13 +323,13 @@ class GroupControl(Control[SweepReport], Callback):
     def on_run_start(self, event: events.RunStartEvent) -> None:
         """The data of all jobs were read."""
         self.has_begun = True
-        self._link.send(m.Ready(jobs=[_facts(job) for job in self._trainer.jobs]))
+        self._link.send(m.Ready(jobs=tuple(map(_facts, self._trainer.jobs))))
 
     def on_job_add(self, event: events.JobAddEvent) -> None:
         """A job that the driver gave has joined."""
         name = event.info.settings.name
         (job,) = (job for job in self._trainer.jobs if job.name == name)
-        self._link.send(m.Ready(jobs=[_facts(job)]))
+        self._link.send(m.Ready(jobs=(_facts(job),)))
         with self._changed:
             if job.settings.clone_of is not None:
                 # The step at which a copy starts is in the ledger before it does.
@@ -369,27 +368,45 @@ class GroupControl(Control[SweepReport], Callback):
         """Sends the progress of jobs, which also shows that this process is alive."""
         jobs, self._progress = self._progress, {}
         self._sent = time.monotonic()
+        memory = _used_memory()
         self._link.send(
-            m.Progress(
-                jobs=jobs, tokens_per_second=self._speed, resources=host_resources()
-            )
+            m.Progress(jobs=jobs, tokens_per_second=self._speed, memory=memory)
         )
 
 
-def _facts(job: JobState) -> dict[str, Any]:
+def _facts(job: JobState) -> m.JobFacts:
     origin = job.settings.clone_of
-    return dataclasses.asdict(
-        m.JobFacts(
-            name=job.name,
-            num_steps=job.num_steps,
-            rank=job.largest_rank,
-            trained_rank=job.trained_rank,
-            num_modules=len(job.like.modules),
-            batch_tokens=job.batch_tokens,
-            is_evaluated=job.prepared.eval_data is not None,
-            clone_step=None if origin is None else origin.step,
-        )
+    return m.JobFacts(
+        name=job.name,
+        num_steps=job.num_steps,
+        rank=job.largest_rank,
+        trained_rank=job.trained_rank,
+        num_modules=len(job.like.modules),
+        batch_tokens=job.batch_tokens,
+        is_evaluated=job.prepared.eval_data is not None,
+        clone_step=None if origin is None else origin.step,
     )
+
+
+def _point(job: JobState) -> m.Point:
+    progress = job.progress
+    assert progress.last_eval is not None
+    return job.name, progress.step, progress.last_eval, progress.last_metric
+
+
+def _used_memory() -> float | None:
+    """Returns the share of the host's memory that is in use; None: it is not known."""
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kib = {
+        name: int(rest.split()[0])
+        for name, _, rest in (x.partition(":") for x in lines)
+    }
+    if not {"MemTotal", "MemAvailable"} <= kib.keys():
+        return None
+    return 1 - kib["MemAvailable"] / kib["MemTotal"]
 
 
 class _Ends:
@@ -456,6 +473,6 @@ class _Ends:
             self._send(name, folder if is_here else source / ADAPTERS / name)
 
     def _send(self, name: str, folder: pathlib.Path | None) -> None:
-        progress = dataclasses.asdict(self._ended[name])
         text = None if folder is None else str(folder.absolute())
-        self._link.send(m.Ended(name=name, progress=progress, folder=text))
+        ended = m.Ended(name=name, progress=self._ended[name], folder=text)
+        self._link.send(ended)

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pydantic
 
@@ -19,9 +18,7 @@ from jaxlora.errors import CheckpointError
 from jaxlora.problems import format_errors
 from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.run.saved_run import checksum
-from jaxlora.sweeps.engine.messages import ToWorker
-from jaxlora.sweeps.engine.state import Record, SweepState, check_record
-from jaxlora.sweeps.engine.workers import Workers
+from jaxlora.sweeps.engine.state import Record, check_record
 
 
 class Ledger:
@@ -89,51 +86,6 @@ class Ledger:
     def close(self) -> None:
         """Closes the file."""
         os.close(self._file)
-
-
-class Journal:
-    """Keeps records, and the messages that follow from them, until `flush`.
-
-    So after a kill at any time, the ledger has all that a worker was told.
-    """
-
-    def __init__(self, state: SweepState, ledger: Ledger, workers: Workers):
-        """Makes the object; nothing is kept.
-
-        Args:
-            state: Follows the records at once.
-            ledger: Gets them.
-            workers: Get the messages.
-        """
-        self._state, self._ledger, self._workers = state, ledger, workers
-        self._records: list[Record] = []
-        self._outbox: dict[int, list[ToWorker]] = {}
-
-    def record(self, kind: str, **values: Any) -> None:
-        """Follows a record, and keeps it."""
-        record = {"kind": kind, **values}
-        self._state.apply(record)
-        self.keep(record)
-
-    def keep(self, record: Record) -> None:
-        """Keeps a record that the state has followed."""
-        self._records.append(record)
-
-    def send(self, group: int, *messages: ToWorker) -> None:
-        """Sends messages to the worker of a group when the records are on the disk."""
-        self._outbox.setdefault(group, []).extend(messages)
-
-    def flush(self) -> None:
-        """Writes the records, and then lets others know."""
-        self._ledger.append(self._records)
-        self._records = []
-        outbox, self._outbox = self._outbox, {}
-        for group, messages in outbox.items():
-            self._workers.send(group, messages)
-
-    def forget(self, group: int) -> None:
-        """Drops the messages to a worker that has ended."""
-        self._outbox.pop(group, None)
 
 
 def has_ledger(folder: pathlib.Path) -> bool:

@@ -1,23 +1,33 @@
 """Messages between the driver of a sweep and the worker of a group of devices.
 
-Each is one line of JSON: the name of its class as `kind`, and its fields. They pass
-through pipes on one host, and through an actor of Ray to others.
+A message is sent as the name of its class and its fields as JSON, and is checked when
+it comes, like a file. So a peer can send messages, but no code, as it could with
+pickled objects.
 """
 
 import dataclasses
-import json
-import os
-import threading
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
-from jaxlora.run.saved_fields import Count, Size
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_fields import STRICT, Count, JobName, Size, type_adapter
+
+Point = tuple[JobName, Count, float, float | None]
+Action = Literal["stop", "pause", "resume", "release", "drop", "begin"]
+
+
+class _Message:
+    """A message; all of its fields must have the right types."""
+
+    __slots__ = ()
+    __pydantic_config__ = STRICT
+
 
 # ---- to a worker -----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Begin:
+class Begin(_Message):
     """The first message: what to train.
 
     Attributes:
@@ -29,7 +39,7 @@ class Begin:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Give:
+class Give(_Message):
     """A configuration to train.
 
     Attributes:
@@ -40,12 +50,12 @@ class Give:
     """
 
     name: str
-    sources: list[str] = dataclasses.field(default_factory=list)
+    sources: tuple[str, ...] = ()
     settings: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Verdict(_Message):
     """The decision about a configuration that was evaluated.
 
     Attributes:
@@ -58,11 +68,11 @@ class Verdict:
     name: str
     step: int
     waits: bool = False
-    stop: list[str] | None = None
+    stop: tuple[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class Judged(_Message):
     """All verdicts that follow from a message `Evaluated` were sent.
 
     Attributes:
@@ -73,56 +83,30 @@ class Judged:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Noted:
-    """The ledger has the step at which a copy starts, so it may start.
+class Ask(_Message):
+    """A configuration is to do something.
 
     Attributes:
-        name: The copy.
-    """
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """A user's request.
-
-    Attributes:
-        action: `stop`, `pause` or `resume`.
+        action: `stop`, `pause` or `resume`: a user's request. `release`: leave with its
+            state, for another group. `drop`: end here, as another group has that state.
+            `begin`: start as a copy, as the ledger has the step at which it does.
         name: The configuration.
         reason: Text that says why.
     """
 
-    action: str
-    name: str
-    reason: str
+    action: Action
+    name: JobName
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
-    """A configuration is to leave with its state, for another group.
-
-    Attributes:
-        name: The configuration.
-    """
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Drop:
-    """Another group has the state of a released configuration.
-
-    Attributes:
-        name: The configuration.
-    """
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Finish:
+class Finish(_Message):
     """Nothing more will come: the run ends when nothing is left to train."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class End(_Message):
+    """The run is to write a checkpoint and end, as if the driver had ended."""
 
 
 # ---- from a worker ---------------------------------------------------------------
@@ -155,31 +139,18 @@ class JobFacts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class Ready(_Message):
     """Configurations were read and can be trained.
 
     Attributes:
-        jobs: The fields of their `JobFacts`.
+        jobs: The configurations.
     """
 
-    jobs: list[dict[str, Any]]
+    jobs: tuple[JobFacts, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
-    """A configuration of `Give` cannot be trained.
-
-    Attributes:
-        name: The configuration.
-        reason: Text that says why.
-    """
-
-    name: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
+class Evaluated(_Message):
     """Configurations were evaluated; training waits for `Judged`.
 
     Attributes:
@@ -189,47 +160,49 @@ class Evaluated:
     """
 
     number: int
-    points: list[list[Any]]
+    points: tuple[Point, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Alive:
+class Alive(_Message):
     """The process is not stopped, whatever the thread that trains does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class Progress(_Message):
     """The thread that trains is alive; sent every few seconds.
 
     Attributes:
-        jobs: The fields of `JobProgress` of configurations that have changed, by name.
+        jobs: Progress of the configurations that have changed, by name.
         tokens_per_second: Speed of the latest window; None before the first.
-        resources: What the host reports, by name.
+        memory: Share of the host's memory that is in use; None: it is not known.
     """
 
-    jobs: dict[str, dict[str, Any]]
+    jobs: Mapping[JobName, JobProgress]
     tokens_per_second: float | None = None
-    resources: dict[str, float] = dataclasses.field(default_factory=dict)
+    memory: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class Ended(_Message):
     """A configuration has ended, and its files are on the disk.
+
+    One that cannot be trained has failed.
 
     Attributes:
         name: The configuration.
-        progress: The fields of its `JobProgress`.
+        progress: How it has ended.
         folder: Its PEFT folder, which the driver may have moved already; None if there
             is none.
     """
 
     name: str
-    progress: dict[str, Any]
-    folder: str | None
+    progress: JobProgress
+    folder: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class Saved(_Message):
     """A checkpoint of this group has the state of a configuration, if it has any.
 
     Attributes:
@@ -242,7 +215,7 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
+class Failed(_Message):
     """The worker ends by an error.
 
     Attributes:
@@ -254,79 +227,26 @@ class Failed:
     is_final: bool
 
 
-ToWorker = Begin | Give | Verdict | Judged | Noted | Ask | Release | Drop | Finish
-FromWorker = Ready | Refused | Evaluated | Alive | Progress | Ended | Saved | Failed
+ToWorker = Begin | Give | Verdict | Judged | Ask | Finish | End
+FromWorker = Ready | Evaluated | Alive | Progress | Ended | Saved | Failed
 Message = ToWorker | FromWorker
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """Returns a message as a line."""
-    fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
-    values = {"kind": type(message).__name__, **fields}
-    return json.dumps(values).encode() + b"\n"
+    """Returns the bytes of a message."""
+    kind = type(message)
+    return kind.__name__.encode() + b" " + type_adapter(kind).dump_json(message)
 
 
-def decode(line: bytes) -> Any:
-    """Reads a line that `encode` has made.
+def decode(data: bytes) -> Any:
+    """Reads a message from the bytes that `encode` has made.
 
     Raises:
-        ValueError: It is none.
+        ValueError: They are none.
     """
-    try:
-        values = json.loads(line)
-        return _KINDS[values.pop("kind")](**values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{line[:200]!r} is no message of a sweep: {error}") from None
-
-
-class Link:
-    """The worker's end of the pipes: sends, and receives in a thread."""
-
-    def __init__(self, read: int, write: int):
-        """Makes the object; `listen` comes next.
-
-        Args:
-            read: File descriptor of the pipe from the driver.
-            write: That of the pipe to it.
-        """
-        self._read, self._write = read, write
-        self._sending = threading.Lock()
-
-    @staticmethod
-    def of_this_process() -> "Link":
-        """Takes the standard input and output; what is printed goes to stderr."""
-        read, write = os.dup(0), os.dup(1)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        os.dup2(2, 1)
-        return Link(read, write)
-
-    def send(self, message: FromWorker) -> None:
-        """Sends a message from any thread; it is lost if the driver has ended."""
-        rest = memoryview(encode(message))
-        try:
-            with self._sending:
-                while rest:
-                    rest = rest[os.write(self._write, rest) :]
-        except BrokenPipeError:
-            return
-
-    def listen(
-        self, receive: Callable[[Message], None], ended: Callable[[], None]
-    ) -> None:
-        """Calls functions from a thread of its own.
-
-        Args:
-            receive: Is called with each message of the driver.
-            ended: Is called when the driver has ended, or wants this process to end.
-        """
-
-        def read() -> None:
-            with os.fdopen(self._read, "rb") as file:
-                for line in file:
-                    receive(decode(line))
-            ended()
-
-        threading.Thread(target=read, daemon=True, name="driver").start()
+    name, _, fields = data.partition(b" ")
+    kind = _KINDS.get(name.decode(errors="replace"))
+    if kind is None:
+        raise ValueError(f"{data[:200]!r} is no message of a sweep.")
+    return type_adapter(kind).validate_json(fields)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,12 +11,11 @@ from typing import Any
 from jaxlora.common.atomic import write_text
 from jaxlora.config import LoraJob, RunConfig
 from jaxlora.errors import CheckpointError
-from jaxlora.run.log import METRICS_FILE, read_events
+from jaxlora.run.log import DROPPED_FILE, METRICS_FILE, read_events
 from jaxlora.sweeps import files
 from jaxlora.sweeps.engine.state import GROUPS, Configuration, SweepState
-from jaxlora.sweeps.importance import is_number
-from jaxlora.sweeps.ranking import SweepReport, Trial
-from jaxlora.train.report.summary import Comparison, JobResult, RunResult
+from jaxlora.sweeps.ranking import SweepReport, Trial, is_number
+from jaxlora.train.report.summary import Comparison, RunResult
 
 _Event = dict[str, Any]
 
@@ -44,16 +44,14 @@ def write_result(
     logs = {run: list(_logged(run)) for run in sorted((folder / GROUPS).glob("*"))}
     events = itertools.chain.from_iterable(logs.values())
     events = sorted(events, key=lambda event: event.get("time", 0.0))
-    lines = "".join(json.dumps(event) + "\n" for event in events)
-    write_text(folder / METRICS_FILE, lines)
+    _write_events(folder, events, state)
     assert config.sweep is not None
     trials = [_trial(folder, c) for c in found]
     report = SweepReport.of(
         config.sweep, trials, [*_work(logs.values()), *_evaluations(state)]
     )
-    jobs = tuple(map(_result, found, trials))
     result = RunResult(
-        jobs=jobs,
+        jobs=tuple(trials),
         output_dir=folder,
         interrupted=interrupted,
         num_compilations=0,
@@ -64,27 +62,54 @@ def write_result(
     return result
 
 
+# A job may pause and go on more than once at a step; all else happens once.
+_OFTEN = "job_pause", "job_resume"
+
+
+def _write_events(
+    folder: pathlib.Path, events: Sequence[_Event], state: SweepState
+) -> None:
+    """Writes the events of all workers, each once.
+
+    What a lost worker did after its last checkpoint happens again in another one. As in
+    the log of a run, the earlier events are kept in a file of their own.
+
+    Args:
+        folder: Folder of the sweep.
+        events: The events, in their order.
+        state: The configurations.
+    """
+    found: dict[str, list[_Event]] = {METRICS_FILE: [], DROPPED_FILE: []}
+    seen = set()
+    for event in reversed(events):
+        is_dropped = False
+        if "job" in event:
+            one, step = state.configurations[event["job"]], event["step"]
+            key = event["event"], one.name, step
+            last = one.progress.step if one.is_closed else math.inf
+            is_dropped = (key in seen and event["event"] not in _OFTEN) or not (
+                one.first_step or 0
+            ) <= step <= last
+            seen.add(key)
+        found[DROPPED_FILE if is_dropped else METRICS_FILE].append(event)
+    for name, those in found.items():
+        if those or name == METRICS_FILE:
+            lines = (json.dumps(event) + "\n" for event in reversed(those))
+            write_text(folder / name, "".join(lines))
+
+
 def _trial(folder: pathlib.Path, found: Configuration) -> Trial:
+    settings, facts = LoraJob.model_validate(found.settings), found.facts
     adapter = None if found.folder is None else folder / found.folder
     return Trial(
-        settings=LoraJob.model_validate(found.settings),
-        num_steps=0 if found.facts is None else found.facts.num_steps,
+        name=found.name,
+        settings=settings,
+        batch_tokens=1.0 if facts is None else facts.batch_tokens,
+        rank=settings.rank if facts is None else facts.trained_rank,
+        num_modules=0 if facts is None else facts.num_modules,
+        num_steps=0 if facts is None else facts.num_steps,
         progress=found.progress,
         folder=adapter if adapter is not None and adapter.is_dir() else None,
-    )
-
-
-def _result(found: Configuration, trial: Trial) -> JobResult:
-    facts = found.facts
-    return JobResult(
-        name=found.name,
-        settings=trial.settings,
-        batch_tokens=1.0 if facts is None else facts.batch_tokens,
-        rank=trial.settings.rank if facts is None else facts.trained_rank,
-        num_modules=0 if facts is None else facts.num_modules,
-        num_steps=trial.num_steps,
-        progress=found.progress,
-        folder=trial.folder,
     )
 
 

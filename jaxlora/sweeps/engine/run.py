@@ -10,31 +10,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxlora.common.atomic import remove_leftovers
 from jaxlora.common.background import StopRequest
 from jaxlora.common.counted import counted
 from jaxlora.common.note import log_notes
 from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
 from jaxlora.run.folder import (
-    ADAPTERS,
     RUN_FILE,
     SWEEP_LEDGER,
     check_folder,
     check_writable,
+    clean_up,
 )
 from jaxlora.run.lock import RunLock, find_owner
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.sweeps.decisions import check_same_rungs, halving_of
-from jaxlora.sweeps.engine.desk import Desk
-from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans, plan_in_process
+from jaxlora.sweeps.engine.groups import Group
+from jaxlora.sweeps.engine.launch import Launcher, divide
 from jaxlora.sweeps.engine.ledger import Ledger, has_ledger
-from jaxlora.sweeps.engine.local_workers import LocalWorkers
-from jaxlora.sweeps.engine.placement import Group
+from jaxlora.sweeps.engine.requests import Requests
 from jaxlora.sweeps.engine.state import GROUPS, SweepState
-from jaxlora.sweeps.engine.workers import Workers
+from jaxlora.sweeps.engine.transport import Workers
 from jaxlora.sweeps.suggesting import Suggestions
 
 if TYPE_CHECKING:
@@ -86,13 +84,16 @@ def run_groups(
         check_same_sweep(state, ledger)
         if config.sweep.groups == "auto":
             plans = _kept(plans, config, ledger)
-        groups = _groups(config) if plans is None else _planned_groups(config, plans)
+        if plans is None:
+            groups = _groups(config)
+        else:
+            groups = [_planned_group(config, plans, one) for one in plans.groups]
         on_start(folder)
         meshes = [MeshSizes.parse(group.run["mesh"]) for group in groups]
         with _open_workers(config, meshes) as workers:
             driver = Driver(folder, state, ledger, workers, groups, search)
             with StopRequest("the groups write their checkpoints and end") as stop:
-                interrupted = driver.run(lambda: stop.requested, Desk(folder))
+                interrupted = driver.run(lambda: stop.requested, Requests(folder))
         from jaxlora.sweeps.engine.result import write_result
 
         predicted = None if plans is None else plans.seconds
@@ -116,10 +117,11 @@ def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
         )
     if not has_begun:
         check_folder(folder, resume=resume)
-    remove_leftovers(folder / ADAPTERS, alone=True)
     # The locks come first: what older workers still report must be in the ledger, or in
     # their checkpoints, before it is read.
     _await_workers(folder)
+    for place in (folder, *(folder / GROUPS).glob("*")):
+        clean_up(place)
     return Ledger(folder)
 
 
@@ -248,10 +250,6 @@ def _kept(plans: GroupPlans | None, config: RunConfig, ledger: Ledger) -> GroupP
     return plans
 
 
-def _planned_groups(config: RunConfig, plans: GroupPlans) -> list[Group]:
-    return [_planned_group(config, plans, one) for one in plans.groups]
-
-
 def _planned_group(config: RunConfig, plans: GroupPlans, one: GroupPlan) -> Group:
     """Returns a group that has the configurations which fit its slots."""
     rank_of = lambda job: plans.ranks.get(job.name, job.rank)
@@ -276,9 +274,9 @@ def _planned_group(config: RunConfig, plans: GroupPlans, one: GroupPlan) -> Grou
 def _open_workers(config: RunConfig, meshes: Sequence[MeshSizes]) -> Iterator[Workers]:
     assert config.sweep is not None
     if config.sweep.ray is None:
-        yield LocalWorkers(COMMAND, divide(meshes))
+        yield Workers(Launcher(COMMAND, divide(meshes)))
         return
-    from jaxlora.sweeps.engine.ray_workers import joined_cluster
+    from jaxlora.sweeps.engine.launch_ray import joined_cluster
 
-    with joined_cluster(config.sweep.ray, COMMAND, meshes) as workers:
-        yield workers
+    with joined_cluster(config.sweep.ray, COMMAND, meshes) as launcher:
+        yield Workers(launcher)

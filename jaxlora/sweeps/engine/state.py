@@ -15,10 +15,10 @@ from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.folder import ADAPTERS
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_fields import STRICT, Count, JobName
-from jaxlora.sweeps.decisions import Decisions, Standing
+from jaxlora.sweeps.decisions import Decisions
 from jaxlora.sweeps.engine.group_plan import GroupPlan
-from jaxlora.sweeps.engine.messages import JobFacts, Verdict
-from jaxlora.sweeps.rules import Decided, Stop
+from jaxlora.sweeps.engine.messages import JobFacts, Point, Verdict
+from jaxlora.sweeps.rules import Curve, Decided, Stop
 
 GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
@@ -33,7 +33,6 @@ def _has_name(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 _Settings = Annotated[dict[str, Any], AfterValidator(_has_name)]
-_Point = tuple[JobName, Count, float, float | None]
 _Stops = dict[JobName, tuple[str, str]]
 
 
@@ -104,7 +103,7 @@ class Configuration:
         return self.origin is not None and not self.is_saved and not self.is_closed
 
 
-class SweepState(Mapping[str, Standing]):
+class SweepState(Mapping[str, Curve]):
     """The configurations of a sweep, where each is, and what was decided.
 
     As a mapping, it has what the rules of early exit need to know of each.
@@ -247,7 +246,7 @@ class SweepState(Mapping[str, Standing]):
 
     def _on_eval(
         self,
-        points: list[_Point],
+        points: list[Point],
         cutoffs: list[float],
         stops: _Stops,
     ) -> None:
@@ -293,7 +292,7 @@ class SweepState(Mapping[str, Standing]):
 
     # ---- decisions: these make records, which must not be applied ------------------
 
-    def note(self, points: Sequence[Sequence[Any]]) -> Record:
+    def note(self, points: Sequence[Point]) -> Record:
         """Decides after evaluations; returns the record of both."""
         values = {name: value for name, _, _, value in points if value is not None}
         found = self.decisions.note(((n, s, x) for n, s, x, _ in points), self, values)
@@ -315,16 +314,16 @@ class SweepState(Mapping[str, Standing]):
         if not points:
             return None
         step, stop = points[-1][0], self.decisions.stops.get(name)
-        why = None if stop is None else [stop.rule, stop.reason]
+        why = None if stop is None else (stop.rule, stop.reason)
         waits = self.waits(self.configurations[name])
         return Verdict(name=name, step=step, waits=waits, stop=why)
 
     # ---- what the rules see --------------------------------------------------------
 
-    def __getitem__(self, name: str) -> Standing:
+    def __getitem__(self, name: str) -> Curve:
         found = self.configurations[name]
         points = self.decisions.points.get(name)
-        return Standing(
+        return Curve(
             num_steps=1 if found.facts is None else found.facts.num_steps,
             # Not `progress.step`, which may come before the evaluation at that step.
             step=points[-1][0] if points else self._first_step(found),

@@ -1,7 +1,7 @@
 """The process that trains the configurations of one group of a sweep.
 
-The driver starts it with `python -m jaxlora.sweeps.engine.worker`; messages come and go
-through its standard input and output. JAX is imported when the group's devices are set.
+The driver starts it with `python -m jaxlora.sweeps.engine.worker`, and it connects
+back. JAX is imported when the group's devices are set.
 """
 
 import logging
@@ -21,7 +21,7 @@ from jaxlora.errors import (
     ModelError,
 )
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.messages import Link
+from jaxlora.sweeps.engine.transport import Link
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ class _Driver:
     """Messages of the driver, kept until the run can take them."""
 
     def __init__(self):
-        self.waiting: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[m.ToWorker] = queue.SimpleQueue()
         self.control = None
         self._lock = threading.Lock()
 
-    def receive(self, message: m.Message) -> None:
+    def receive(self, message: m.ToWorker) -> None:
         with self._lock:
             if self.control is None:
                 self.waiting.put(message)
@@ -59,7 +59,7 @@ class _Driver:
         """Ends a process that does not train yet; lets one that is ending go on.
 
         A run follows its first signal itself. A second one comes when a scheduler ends
-        all processes of a job: from it, and at the end of the driver's pipe.
+        all processes of a job: from it, and at the end of the connection.
         """
         if self.control is None or not self.control.has_begun:
             os._exit(1)
@@ -77,9 +77,10 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
-    link, driver = Link.of_this_process(), _Driver()
+    driver = _Driver()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, driver.on_signal)
+    link = Link.of_this_process()
     link.listen(driver.receive, driver.ended)
     threading.Thread(target=beat, args=(link,), daemon=True, name="beat").start()
     return follow(link, driver)
@@ -133,4 +134,4 @@ if __name__ == "__main__":
     status = main()
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(status)  # threads that read data and the driver's pipe may still wait
+    os._exit(status)  # threads that read data and the connection may still wait

@@ -17,8 +17,8 @@ from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.plan.memory.inputs import baseline_shape
 from jaxlora.scheduler import Limits, Sample
-from jaxlora.scheduler.algorithms import greedy
 from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.scheduler.papers import greedy
 from jaxlora.sharding.global_arrays import everywhere, put
 from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.layout import Layout

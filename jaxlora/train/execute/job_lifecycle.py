@@ -24,7 +24,7 @@ from jaxlora.run.events import (
 )
 from jaxlora.run.saved_run import SavedStream
 from jaxlora.scheduler.admission import Candidate
-from jaxlora.scheduler.streams.state import Position
+from jaxlora.scheduler.stream.state import Position
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run
@@ -83,7 +83,8 @@ class JobLifecycle:
     def describe(self) -> str:
         """Describes the jobs in the slots, for the microbatches that are saved."""
         return ", ".join(
-            f"{slot}: {self.number(job)} {job.name} of {self._num_allowed(job)}"
+            f"{slot}: {self.number(job)} {job.name} of {self._num_allowed(job)}, "
+            f"priority {job.settings.priority}"
             for slot, job in sorted(self.by_slot.items())
         )
 
@@ -100,6 +101,7 @@ class JobLifecycle:
                 batch=job.progress.step,
                 num_batches=self._num_allowed(job),
                 batch_tokens=job.batch_tokens,
+                priority=job.settings.priority,
             )
         )
 

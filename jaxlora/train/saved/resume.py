@@ -299,7 +299,7 @@ def as_begun(config: RunConfig, *, replan: bool = False) -> BegunRun:
         started=started,
         notes=tuple(notes),
         ended=tuple(processes.from_first(check)),
-        chosen=tuple(chosen),
+        chosen=tuple(name for name in chosen if name != "padding_share"),
     )
 
 
@@ -321,8 +321,8 @@ def _jobs_not_held(found: FoundRun, config: RunConfig, *, replan: bool) -> list[
 def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Returns what the settings that are `auto` became when they were chosen.
 
-    These are `microbatch_tokens`, `remat` and `replicas`, or the mesh that
-    `replicas: auto` has chosen, and the number and rank of the slots if jobs have
+    These are `microbatch_tokens`, `remat`, `padding_share` and `replicas`, or the mesh
+    that `replicas: auto` has chosen, and the number and rank of the slots if jobs have
     joined since.
     """
     then, begun, replicas = record.config, {}, config.replicas
@@ -335,6 +335,9 @@ def _begun_settings(config: RunConfig, record: RunRecord) -> dict[str, Any]:
         begun["microbatch_tokens"] = then["microbatch_tokens"]
     if config.remat == "auto":
         begun["remat"] = then["remat"]
+    if config.padding_share == "auto" and "stage=" in str(then.get("mesh")):
+        # Runs of versions without it packed as if padding were tokens.
+        begun["padding_share"] = then.get("padding_share", 1.0)
     if record.added:
         # The slots were made for the jobs that the run began with.
         for name in ("max_concurrent_jobs", "slot_rank"):

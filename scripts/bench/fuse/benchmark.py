@@ -5,23 +5,22 @@ in plain JAX. Their ways:
 
     original  as XLA compiles them
     fused     through `jaxlora.fuse`, as the prediction decides
-    regions   with --measure-seconds: through `jaxlora.fuse(..., measure_seconds=...)`
+    measured  with --measure-seconds: through `jaxlora.fuse(..., measure_seconds=...)`
     own       the library's own layers of the same sizes, with masks of their own
 
 All times are device times of the forward and backward pass, as CUPTI counts them, with
-the predictions of `jaxlora.explain` beside them.
+what `jaxlora.explain` predicts that the kernels save.
 
 Prints tables. With --output-dir, writes fuse.jsonl and fuse.md, and what
-`jaxlora.explain` says of measured regions, as text and as a picture. Needs a GPU.
+`jaxlora.explain` says of measured linears. Needs a GPU.
 
-    jaxlora bench fuse --output-dir bench
-    jaxlora bench fuse --programs layer layer-plain --measure-seconds 60 --traffic
-    jaxlora bench fuse --programs --pass-layers 80
+    python -m scripts.bench fuse --output-dir bench
+    python -m scripts.bench fuse --programs layer --measure-seconds 60
+    python -m scripts.bench fuse --programs --pass-layers 80
 """
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -31,10 +30,18 @@ from typing import Any
 import jax
 
 import jaxlora
-from jaxlora.bench.fuse.kernels import Call, KernelTimes, by_kind, measure_calls
-from jaxlora.bench.fuse.own import own_layers
-from jaxlora.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
-from jaxlora.bench.report import (
+from jaxlora.pallas_kernels import compile_program
+from scripts.bench.fuse.own import own_layers
+from scripts.bench.fuse.programs import PROGRAMS, Program, Shape, abstract, decoder
+from scripts.bench.kernel_times import (
+    Call,
+    by_kind,
+    measure_calls,
+    median_kernels,
+    ranked,
+    total,
+)
+from scripts.bench.report import (
     Row,
     Rows,
     about,
@@ -44,20 +51,13 @@ from jaxlora.bench.report import (
     sections,
     table,
 )
-from jaxlora.errors import JaxloraError
-from jaxlora.fuse.explain import Explanation
-from jaxlora.fuse.predict.cost import Cost, graph_cost
-from jaxlora.fuse.predict.graph import data_flow
-from jaxlora.fuse.predict.kernel_rates import describe_device
-from jaxlora.pallas_kernels import compile_program
-from jaxlora.profile import traffic
 
-ORIGINAL, FUSED, REGIONS, OWN = WAYS = ("original", "fused", "regions", "own")
+ORIGINAL, FUSED, MEASURED, OWN = WAYS = ("original", "fused", "measured", "own")
 # The least known ways come first, in case that the time is up.
-_ORDER = (REGIONS, OWN, ORIGINAL, FUSED)
+_ORDER = (MEASURED, OWN, ORIGINAL, FUSED)
 _COLUMNS = (
-    "program", "way", "sites", "us", "speedup", "over_own", "predicted_us",
-    "prediction_error", "predicted_mb", "read_mb", "written_mb",
+    "program", "way", "sites", "us", "speedup", "over_own", "saved_us",
+    "predicted_saved_us",
     "explain_seconds", "trace_seconds", "compile_seconds",
 )  # fmt: skip
 _PASS_COLUMNS = ("program", "layers", "trace_seconds", "pass_seconds")
@@ -80,19 +80,9 @@ def replaced(
         return program
     if way == FUSED:
         return program.with_function(jaxlora.fuse(program.function, strict=True))
-    # Where XLA is faster in all regions, nothing is fused.
+    # Where XLA is faster everywhere, nothing is fused.
     fused = jaxlora.fuse(program.function, measure_seconds=measure_seconds)
     return program.with_function(fused)
-
-
-def predict(program: Program, explained: Explanation, way: str) -> Cost:
-    """Predicts the cost of a program's step on the present device."""
-    arguments = jax.eval_shape(program.step_arguments)
-    step = jax.make_jaxpr(program.step(program.function))(*arguments)
-    original = graph_cost(data_flow(step), describe_device())
-    if way == ORIGINAL:
-        return original
-    return original + (explained.training_after + explained.training_before * -1.0)
 
 
 def flat_step(program: Program) -> tuple[Any, tuple[Any, ...]]:
@@ -107,7 +97,7 @@ def flat_step(program: Program) -> tuple[Any, tuple[Any, ...]]:
 
 
 def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for each way of a program, and then again with memory traffic."""
+    """Yields a row for each way of a program, and then again after all rounds."""
     ways = []
     for way in ways_of(name, args):
         ways.append(compile_way(name, way, args))
@@ -118,9 +108,7 @@ def time_program(name: str, args: argparse.Namespace) -> Iterator[Row]:
     for _ in range(args.rounds - 1):
         for one in ways:
             one.measure(args.repeats)
-    for one in ways:
-        counted = one.traffic(args.traffic_seconds) if args.traffic else {}
-        yield one.row() | counted
+    yield from (one.row() for one in ways)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,36 +133,17 @@ class Way:
 
     def row(self) -> dict[str, Any]:
         """Returns its row, with the median of all calls."""
-        times, row = KernelTimes.of(self.calls), {**self.columns}
-        row["us"] = round(statistics.median(times.totals), 1)
-        if "predicted_us" in row:
-            row["prediction_error"] = f"{row['predicted_us'] / row['us'] - 1:+.0%}"
-        ranked = [[name, n, round(us, 1)] for name, n, us in times.ranked()]
-        return row | {"kinds": by_kind(times.kernels), "kernels": ranked}
-
-    def traffic(self, seconds: float) -> dict[str, Any]:
-        """Returns columns of its memory traffic, or why it was not counted."""
-        try:
-            kernels = traffic.count(self.compiled, self.leaves, seconds)
-        except JaxloraError as error:
-            print(error, file=sys.stderr, flush=True)
-            return {"not_counted": str(error)}
-        total = lambda field: sum(getattr(kernel, field) for kernel in kernels)
-        return {
-            "read_mb": round(total("read") / 1e6),
-            "written_mb": round(total("written") / 1e6),
-            "kernel_traffic": [
-                [k.name, *(round(n / 1e6, 2) for n in (k.read, k.written)), k.seconds]
-                for k in kernels
-            ],
-        }
+        kernels, row = median_kernels(self.calls), {**self.columns}
+        row["us"] = round(statistics.median(map(total, self.calls)), 1)
+        listed = [[name, n, round(us, 1)] for name, n, us in ranked(kernels)]
+        return row | {"kinds": by_kind(kernels), "kernels": listed}
 
 
 def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
-    """Compiles a program in one way; regions are measured here."""
+    """Compiles a program in one way; linears are measured here."""
     program = make(name, way, args.measure_seconds)
     row: dict[str, Any] = {"program": program.name, "way": way}
-    if way != OWN:
+    if way in (FUSED, MEASURED):
         row |= _explained(name, program, way, args)
     run, leaves = flat_step(program)
     start = time.perf_counter()
@@ -190,23 +159,21 @@ def compile_way(name: str, way: str, args: argparse.Namespace) -> Way:
 def _explained(
     name: str, program: Program, way: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Returns columns of the prediction; writes what is said of measured regions."""
-    original = program if way == ORIGINAL else abstract(PROGRAMS[name])
+    """Returns columns of the prediction; writes what is said of measured linears."""
     start = time.perf_counter()
     explained = jaxlora.explain(program.function, *program.arguments)
     seconds = time.perf_counter() - start
-    predicted = predict(original, explained, way)
-    if way == REGIONS:
+    if way == MEASURED:
         print(explained, file=sys.stderr, flush=True)
         if args.output_dir is not None:
             (args.output_dir / f"{name}.txt").write_text(f"{explained}\n")
-            explained.save(args.output_dir / f"{name}.svg")
     return {
-        "sites": 0 if way == ORIGINAL else explained.num_fused,
-        # Regions are measured here, and the times are kept.
+        "sites": explained.num_fused,
+        # Linears are measured here, once for this function.
         "explain_seconds": round(seconds, 1),
-        "predicted_us": round(1e6 * predicted.seconds, 1),
-        "predicted_mb": round(predicted.num_bytes / 1e6),
+        "predicted_saved_us": round(
+            1e6 * (explained.before.seconds - explained.after.seconds), 1
+        ),
     }
 
 
@@ -216,7 +183,7 @@ def pass_row(layers: int) -> dict[str, Any]:
     start = time.process_time()
     jax.eval_shape(program.function, *program.arguments)
     traced = time.process_time()
-    fused = jaxlora.fuse(program.function, strict=True, measure_seconds=0)
+    fused = jaxlora.fuse(program.function, strict=True)
     jax.eval_shape(fused, *program.arguments)
     ended = time.process_time()
     return {
@@ -247,11 +214,12 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def with_ratios(row: Row, rows: Any) -> dict[str, Any]:
-    """Adds the speed over the original's, and the time over that of own layers."""
+    """Adds the speed and time saved over the original, and the time over own layers."""
     us = {way: rows.get((row["program"], way), {}).get("us") for way in WAYS}
     speedup = round(us[ORIGINAL] / row["us"], 3) if us[ORIGINAL] else None
     over_own = round(row["us"] / us[OWN], 3) if us[OWN] else None
-    return {**row, "speedup": speedup, "over_own": over_own}
+    saved = round(us[ORIGINAL] - row["us"], 1) if us[ORIGINAL] else None
+    return {**row, "speedup": speedup, "over_own": over_own, "saved_us": saved}
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
@@ -263,15 +231,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--measure-seconds",
         type=float,
-        help="time to spend on measuring the regions of each program",
-    )
-    out.add_argument(
-        "--traffic",
-        action="store_true",
-        help="count the bytes that each kernel moves, with NVIDIA's Nsight Compute",
-    )
-    out.add_argument(
-        "--traffic-seconds", type=float, default=120, help="limit of each count"
+        help="time to spend on measuring the linears of each program",
     )
     out.add_argument(
         "--pass-layers",
@@ -287,7 +247,7 @@ def add_options(out: argparse.ArgumentParser) -> None:
 def ways_of(name: str, args: argparse.Namespace) -> list[str]:
     """Returns the ways in which a program is timed."""
     is_made = {
-        REGIONS: args.measure_seconds is not None,
+        MEASURED: args.measure_seconds is not None,
         OWN: isinstance(PROGRAMS[name], Shape),
     }
     return [way for way in _ORDER if way in args.ways and is_made.get(way, True)]
@@ -295,10 +255,6 @@ def ways_of(name: str, args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    if args.traffic:  # JAX reads these when it takes the device
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {traffic.NO_GRAPHS}".strip()
-        os.environ.update(traffic.ENVIRONMENT)
     require_gpu("fuse")
     end = about(jax.devices()[0].device_kind)
     rows = Rows(args.output_dir, "fuse", tables)

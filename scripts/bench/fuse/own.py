@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlora.bench.fuse.programs import RANK, Program, Shape
-from jaxlora.bench.shapes import LARGE, config_json
 from jaxlora.data.pack import pack_microbatch
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import SlotKeys, run_stage, training_options
@@ -23,6 +21,8 @@ from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.profile.tokens import job_batch
 from jaxlora.profile.training import random_base
 from jaxlora.scheduler import Limits
+from scripts.bench.fuse.programs import RANK, Program, Shape
+from scripts.bench.shapes import LARGE, config_json
 
 BLOCK_TOKENS = 64
 

@@ -4,17 +4,12 @@ All times are device times: the sum of a call's kernels as CUPTI counts them. Th
 layer is `y = x W` and `dx = dy W'`; everything else also
 returns the gradients of A and B. All methods of a case run in one process.
 
-The product of the Triton kernels differs from cuBLAS's, so their times are also given
-as ratios to "frozen Triton", the same product without adapters. `--capability 80`
-compiles these kernels as for an A100 on a newer GPU. That ratio is then an estimate of
-the ratio there, and the other ratios are not.
-
 A few calls end before the device reaches its power limit. `--sustained` also calls each
 method back to back for some seconds, and reports wall time at the clock that is left.
 
 Prints a table of ratios. With --output-dir, writes kernels.jsonl and kernels.md.
 
-    jaxlora bench kernels --output-dir bench
+    python -m scripts.bench kernels --output-dir bench
 """
 
 import argparse
@@ -25,28 +20,25 @@ from typing import Any
 
 import jax
 
-from jaxlora.bench.kernels.methods import (
+from scripts.bench.kernel_times import device_times
+from scripts.bench.kernels.methods import (
     FROZEN,
     METHODS,
-    OWN_FROZEN,
     call,
     operands,
     prepared,
     unsupported,
 )
-from jaxlora.bench.report import (
+from scripts.bench.report import (
     Row,
     Rows,
     Timing,
     about,
-    add_capability,
     add_output_dir,
-    device_times,
     pivot,
     require_gpu,
-    triton_code,
 )
-from jaxlora.bench.shapes import KERNEL_CASES, KernelCase
+from scripts.bench.shapes import KERNEL_CASES, KernelCase
 
 Timed = tuple[str, str, Timing]  # method, pass, timing
 
@@ -58,10 +50,10 @@ def time_jax(
     case: KernelCase, repeats: int, methods: Sequence[str], seconds: float
 ) -> Iterator[Timed]:
     """Times JAX methods; the name of the pass says whether a time is sustained."""
-    groups, routing = operands(case)
+    groups, block_adapter = operands(case)
     runs: dict[tuple[str, str], tuple] = {}  # functions with their arguments
     for name in methods:
-        inputs = prepared(name, groups), routing
+        inputs = prepared(name, groups), block_adapter
         for what in ("forward", "both"):
             run = jax.jit(call(name, with_gradient=what == "both"))
             runs[name, what] = run, *inputs
@@ -96,38 +88,27 @@ def sustained(run: Callable[[], object], seconds: float) -> float:
 
 
 def with_ratios(timings: Sequence[Timed]) -> Iterator[dict[str, Any]]:
-    """Yields rows of a case, with ratios to the frozen layer and to a method's own.
+    """Yields rows of a case, with ratios to the frozen layer's median of the same pass.
 
-    A ratio is that of the medians of the same pass. It is None without a frozen layer.
+    A ratio is None without a frozen layer.
     """
-    medians = {(method, what): t.median for method, what, t in timings}
-
-    def ratio(method: str, what: str, frozen: str | None) -> float | None:
-        base = medians.get((frozen or "", what))
-        return round(medians[method, what] / base, 3) if base else None
-
+    frozen = {what: t.median for method, what, t in timings if method == FROZEN}
     for method, what, timing in timings:
-        yield {
-            "method": method,
-            "pass": what,
-            **timing.columns("median_us", 1),
-            "ratio": ratio(method, what, FROZEN),
-            "own_ratio": ratio(method, what, OWN_FROZEN.get(method)),
-        }
+        base = frozen.get(what)
+        ratio = round(timing.median / base, 3) if base else None
+        columns = timing.columns("median_us", 1)
+        yield {"method": method, "pass": what, **columns, "ratio": ratio}
 
 
 def ratios_table(rows: Sequence[Row]) -> str:
     """Formats ratios of forward and backward, with a line for each case.
 
-    The column of the frozen layer holds its microseconds. A ratio to a method's own
-    frozen product is in parentheses.
+    The column of the frozen layer holds its microseconds.
     """
 
     def cell(row: Row) -> str:
         is_frozen, ratio = row["method"] == FROZEN, row["ratio"]
-        found = f"{row['median_us']} us" if is_frozen or ratio is None else str(ratio)
-        own = row.get("own_ratio")
-        return f"{found} ({own} of its own)" if own else found
+        return f"{row['median_us']} us" if is_frozen or ratio is None else str(ratio)
 
     both = (row for row in rows if row["pass"].startswith("both"))
     shown = [
@@ -166,20 +147,16 @@ def add_options(out: argparse.ArgumentParser) -> None:
         help=f"those that cannot run here are left out; there are no ratios without "
         f"{FROZEN!r}",
     )
-    add_capability(out)
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
     require_gpu("kernels")
     end = about(jax.devices()[0].device_kind)
-    if args.capability:
-        end["device"] += f", Triton code for {args.capability / 10}"
     rows = Rows(args.output_dir, "kernels", ratios_table)
-    with triton_code(args.capability):
-        for case in (KERNEL_CASES[i] for i in args.cases):
-            for row in time_case(case, args):
-                rows.add(row | end)
+    for case in (KERNEL_CASES[i] for i in args.cases):
+        for row in time_case(case, args):
+            rows.add(row | end)
     print(rows.tables())
 
 

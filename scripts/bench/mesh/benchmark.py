@@ -9,9 +9,9 @@ the lengths are those of summarization data sets.
 Each row is written as soon as it is measured: to DIR/mesh.jsonl, and with tables of all
 rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
 
-    jaxlora bench mesh --output-dir bench --seconds 600
-    jaxlora bench mesh --model llama-3.1-70b --layers 8 --output-dir bench70
-    JAX_NUM_CPU_DEVICES=2 jaxlora bench mesh --model tiny --layers 2
+    python -m scripts.bench mesh --output-dir bench --seconds 600
+    python -m scripts.bench mesh --model llama-3.1-70b --layers 8 --output-dir bench70
+    JAX_NUM_CPU_DEVICES=2 python -m scripts.bench mesh --model tiny --layers 2
 """
 
 import argparse
@@ -20,35 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlora.bench.mesh.cases import DATA_SETS, Case
-from jaxlora.bench.mesh.results import Results
-from jaxlora.bench.report import (
-    add_output_dir,
-    add_training_options,
-    needs_gpu,
-    shared_fields,
-)
-from jaxlora.bench.scheduler.lengths import SHAPES, WORDS_AND_SIGMA
-from jaxlora.bench.shapes import LARGE, MODELS
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
-
-_ASK = "import jax; print(jax.device_count(), jax.default_backend())"
-
-
-def count_devices() -> tuple[int, bool]:
-    """Returns the number of devices, and whether they are GPUs.
-
-    A process of its own asks, as this one would keep memory of the devices.
-    """
-    command = [sys.executable, "-c", _ASK]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    number, backend = out.split()[-2:]
-    return int(number), backend == "gpu"
+from scripts.bench.mesh.cases import Case
+from scripts.bench.mesh.results import results, skipped
+from scripts.bench.report import (
+    add_output_dir,
+    add_training_options,
+    devices,
+    needs_gpu,
+    shared_fields,
+)
+from scripts.bench.shapes import LARGE, MODELS
 
 
 def default_meshes(num_devices: int) -> list[str]:
@@ -59,7 +45,7 @@ def default_meshes(num_devices: int) -> list[str]:
     """
     if num_devices < 2:
         raise JaxloraError(
-            "`jaxlora bench mesh` measures several devices, and there is 1 here. Run "
+            "the benchmark 'mesh' measures several devices, and there is 1 here. Run "
             "it where there are more, or give the meshes: --meshes fsdp=1."
         )
     axes = "stage", "fsdp", "tensor"
@@ -78,26 +64,16 @@ def make_case(args: argparse.Namespace, mesh: str, num_devices: int) -> Case:
     return Case(**given)
 
 
-def share_of_time(meshes: Sequence[str]) -> float:
-    """Returns the share of the time left that the first of the meshes gets.
-
-    A pipeline has about twice as many parts as another mesh.
-    """
-    weights = [2 if MeshSizes.parse(mesh).stage > 1 else 1 for mesh in meshes]
-    return weights[0] / sum(weights)
-
-
-def measure_alone(case: Case, folder: Path, seconds: float, limit: float) -> str | None:
+def measure_alone(case: Case, folder: Path, limit: float) -> str | None:
     """Measures a case in a process of its own; returns why it ended early, or None.
 
     Args:
         case: The case.
-        folder: Folder of the results.
-        seconds: Time after which no further part begins.
-        limit: Time after which the process is killed.
+        folder: Folder of the results, which has each row as soon as it is measured.
+        limit: Seconds after which the process is killed.
     """
-    command = [sys.executable, "-m", "jaxlora.bench.mesh.measure", case.to_json()]
-    command += [str(seconds), str(folder)]
+    command = [sys.executable, "-m", "scripts.bench.mesh.measure"]
+    command += [case.to_json(), str(folder)]
     timeout = None if math.isinf(limit) else limit
     try:
         ended = subprocess.run(command, timeout=timeout)
@@ -120,13 +96,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
         "devices, and one device",
     )
     out.add_argument("--adapters", type=int, nargs="+", default=[1, 2, 4])
-    out.add_argument(
-        "--data-sets",
-        nargs="+",
-        choices=[*WORDS_AND_SIGMA, "mix", *SHAPES],
-        default=DATA_SETS,
-        help="sources of the lengths of the jobs' samples, in the order of the jobs",
-    )
     out.add_argument("--batch-samples", type=int, default=32, help="of each job")
     out.add_argument(
         "--ticks",
@@ -143,8 +112,8 @@ def add_options(out: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
     end = time.monotonic() + args.seconds
-    num_devices, has_gpu = count_devices()
-    reason = needs_gpu(args.model, has_gpu)
+    num_devices, backend, _ = devices()
+    reason = needs_gpu(args.model, backend == "gpu")
     if reason is not None:
         raise JaxloraError(reason)
     meshes = args.meshes or default_meshes(num_devices)
@@ -152,11 +121,8 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output_dir or Path(temporary)
         for number, case in enumerate(cases):
-            left = end - time.monotonic()
-            share = left * share_of_time(meshes[number:])
-            # A part that began in time may take some of the time of those that follow.
-            limit = min(left, 1.25 * share + 10)
-            reason = measure_alone(case, folder, share, max(1.0, limit))
+            limit = (end - time.monotonic()) / (len(cases) - number)
+            reason = measure_alone(case, folder, max(1.0, limit))
             if reason is not None:
-                Results(folder).skip(case, "the rest", reason)
-        print(Results(folder).tables())
+                results(folder).add(skipped(case, "the rest", reason))
+        print(results(folder).tables())

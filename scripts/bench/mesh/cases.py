@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.bench.mesh.fixed_ticks import pack_whole
-from jaxlora.bench.scheduler.lengths import lengths
-from jaxlora.bench.workload import Workload
 from jaxlora.config import RunConfig
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
@@ -18,6 +15,9 @@ from jaxlora.profile.training import make_job, model_of_shapes, plan_run
 from jaxlora.scheduler import Lanes, Sample, Schedule
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
+from scripts.bench.mesh.fixed_ticks import pack_whole
+from scripts.bench.scheduler.lengths import lengths
+from scripts.bench.workload import Workload
 
 # The sources of the jobs' lengths, in the order of the jobs; see
 # `bench.scheduler.lengths`.
@@ -32,8 +32,6 @@ class Case(Workload):
         mesh: Sizes of the mesh, as in a run file.
         adapters: Numbers of adapters to measure.
         num_microbatches: Full microbatches of which all jobs together have the tokens.
-        data_sets: Source of the lengths of each job's samples. There are at least as
-            many as the most adapters.
         batch_samples: Samples in a global batch of each job.
         implementation: LoRA kernels, or `auto` for the first that can run the model.
         remat: What the backward pass recomputes.
@@ -42,18 +40,16 @@ class Case(Workload):
     mesh: str
     adapters: tuple[int, ...] = (1, 2, 4)
     num_microbatches: int = 128
-    data_sets: tuple[str, ...] = DATA_SETS
     batch_samples: int = 32
     implementation: str = "auto"
     remat: str = "none"
 
     def __post_init__(self):
-        most = len(self.data_sets)
+        most = len(DATA_SETS)
         if not self.adapters or not all(1 <= n <= most for n in self.adapters):
             raise ValueError(
                 f"adapters={self.adapters} must be numbers from 1 to {most}, as each "
-                "adapter has one of the data sets. Give more data sets, or the same "
-                "one several times."
+                "adapter has one of the data sets."
             )
 
     @property
@@ -103,7 +99,7 @@ def make_jobs(case: Case, num_jobs: int, num_microbatches: int) -> list[Prepared
     rngs = [np.random.default_rng([0, slot]) for slot in range(num_jobs)]
     drawn: list[list[int]] = [[] for _ in rngs]
     while sum(map(sum, drawn)) < num_microbatches * case.microbatch_tokens:
-        for name, own, rng in zip(case.data_sets, drawn, rngs, strict=False):
+        for name, own, rng in zip(DATA_SETS, drawn, rngs, strict=False):
             batch = lengths(name, case.batch_samples, rng)
             own += np.minimum(batch, case.longest).tolist()
     model, jobs = case.model_config(), []

@@ -1,13 +1,12 @@
 """Measures one mesh, in a process of its own, with random weights.
 
-    python -m jaxlora.bench.mesh.measure CASE SECONDS [FOLDER]
+    python -m scripts.bench.mesh.measure CASE FOLDER
 
-CASE is a `Case` in JSON. After the given number of seconds, no further part begins.
+CASE is a `Case` in JSON.
 """
 
 import dataclasses
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,57 +16,80 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlora.bench.mesh.cases import Case, Window, make_jobs
-from jaxlora.bench.mesh.fixed_ticks import FixedTicks
-from jaxlora.bench.mesh.results import Results, columns_of
-from jaxlora.bench.mesh.timeline import draw_step, measured
-from jaxlora.bench.report import Timing, about, needs_gpu
-from jaxlora.bench.scheduler.lengths import lengths
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.work import head_work, layer_work
 from jaxlora.errors import JaxloraError
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.profile.device_trace import busy_ms, is_exchange, trace
 from jaxlora.profile.pass_times import Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
 from jaxlora.profile.training import GIB, Training, peak_gib, time_steps
 from jaxlora.scheduler import CostModel, simulate
 from jaxlora.scheduler.lanes import ticks_of
-from jaxlora.scheduler.picture import draw
-from jaxlora.scheduler.timeline import Timeline
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
+from scripts.bench.kernel_times import busy_ms, is_exchange, trace
+from scripts.bench.mesh.cases import DATA_SETS, Case, Window, make_jobs
+from scripts.bench.mesh.fixed_ticks import FixedTicks
+from scripts.bench.mesh.results import columns_of, results, skipped
+from scripts.bench.report import Rows, Timing, about, needs_gpu
+from scripts.bench.scheduler.lengths import lengths
+
+Columns = dict[str, Any]
+
+
+def measure(case: Case, rows: Rows) -> None:
+    """Measures all parts of a case; each gives its rows as soon as it is measured.
+
+    Raises:
+        JaxloraError: The case needs a GPU, or cannot be trained here.
+    """
+    reason = needs_gpu(case.model, jax.default_backend() == "gpu")
+    if reason is not None:
+        raise JaxloraError(reason)
+    for name, part in MeshTraining(case, rows).parts():
+        try:
+            part()
+        except (JaxloraError, ValueError, RuntimeError) as error:
+            rows.add(skipped(case, name, str(error)[:500]))
 
 
 class MeshTraining(Training):
-    """The weights, the slots and the programs of a case.
+    """The weights, the slots and the programs of a case, and what is measured of it.
 
     Attributes:
         case: What is measured.
     """
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, rows: Rows):
         """Makes weights and adapters on the devices; nothing is compiled yet.
+
+        Args:
+            case: What is measured.
+            rows: Takes the rows.
 
         Raises:
             ConfigError: The run cannot be trained here.
         """
+        began = time.perf_counter()
         super().__init__(case.plan(), make_jobs(case, max(case.adapters), 1))
-        self.case = case
+        jax.block_until_ready(self.bases)
+        self._weights_seconds = round(time.perf_counter() - began, 1)
+        self.case, self._rows = case, rows
+        self._cost: CostModel | None = None
 
-    def compile(self) -> float:
-        """Compiles the passes of all stages at the same time; returns the seconds."""
-        began, limits = time.perf_counter(), self.case.limits
-        RunPrograms.start(self.layout, limits, evaluates=False).compiled_passes()
-        return time.perf_counter() - began
-
-    def step_memory(self) -> Any:
-        """Returns the memory of the training step on each device, as XLA says."""
-        (stage,) = self.layout.stages
-        passes = stage.steps.passes.prepare(stage.steps.shapes(self.case.limits))
-        return passes.last.compiled().memory_analysis()
+    def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yields the name of each part, and a function that measures it."""
+        sizes, adapters = self.case.sizes, sorted(self.case.adapters, reverse=True)
+        yield "compile", self._compile
+        if sizes.stage == 1:
+            yield "step", self._step
+            yield self._window(adapters[0])
+            return
+        yield "passes", self._passes
+        for number in adapters:
+            yield self._window(number)
 
     def probe(self, num_tokens: int, longest: int) -> Probe:
         """Makes a microbatch that all jobs share, with lengths like theirs.
@@ -79,7 +101,7 @@ class MeshTraining(Training):
         case = self.case
 
         def draw(slot: int, total: int, rng: np.random.Generator) -> list[int]:
-            source = case.data_sets[slot]
+            source = DATA_SETS[slot]
             return fill(total, longest, lambda: lengths(source, 1, rng).item())
 
         totals = equal_shares(num_tokens, max(case.adapters), case.block_tokens)
@@ -116,125 +138,45 @@ class MeshTraining(Training):
         _check_finite(outcomes)
         return elapsed
 
-
-def flops_per_token(spec: DecoderSpec, mean_keys: float) -> float:
-    """Counts the operations of products, forward and backward, for one token.
-
-    What `remat` computes again is not counted.
-
-    Args:
-        spec: The decoder.
-        mean_keys: Mean length of the sample that a token is in.
-    """
-    options = dataclasses.replace(spec.options, remat="none")
-    spec = dataclasses.replace(spec, options=options)
-    parts = [layer_work(spec, n, mean_keys) for n in range(spec.config.num_layers)]
-    parts.append(head_work(spec, TARGET_SHARE))
-    return sum(part.forward.flops + part.backward.flops for part in parts)
-
-
-def _check_finite(items: Iterable[Outcomes]) -> None:
-    for item in items:
-        for slot, outcome in item.steps.items():
-            if not outcome.is_finite:
-                raise JaxloraError(
-                    f"the gradients of slot {slot} are not finite, so that times mean "
-                    "nothing. Use another model or dtype."
-                )
-
-
-Columns = dict[str, Any]
-
-_PICTURE_MICROBATCHES = 16  # with more, a picture shows no single passes
-
-
-def measure(case: Case, results: Results, seconds: float = math.inf) -> None:
-    """Measures all parts of a case for which there is time.
-
-    Args:
-        case: The mesh, and what runs on it.
-        results: Takes a row as soon as it is measured.
-        seconds: Time after which no further part begins.
-    """
-    deadline = time.monotonic() + seconds
-    reason = needs_gpu(case.model, jax.default_backend() == "gpu")
-    if reason is not None:
-        raise JaxloraError(reason)
-    for name, part in _Mesh(case, results).parts():
-        if time.monotonic() > deadline:
-            late = f"it would begin after the limit of {seconds:.0f} s"
-            results.skip(case, name, late)
-            continue
-        try:
-            part()
-        except (JaxloraError, ValueError, RuntimeError) as error:
-            results.skip(case, name, str(error)[:500])
-
-
-class _Mesh:
-    """The parts of a case, in the order in which they are measured."""
-
-    def __init__(self, case: Case, results: Results):
-        self._case, self._results = case, results
-        self._cost: CostModel | None = None
-        began = time.perf_counter()
-        self._training = MeshTraining(case)
-        jax.block_until_ready(self._training.bases)
-        self._weights_seconds = round(time.perf_counter() - began, 1)
-
-    def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yields the name of each part, and a function that measures it."""
-        sizes, adapters = self._case.sizes, sorted(self._case.adapters, reverse=True)
-        yield "compile", self._compile
-        if sizes.stage == 1:
-            yield "step", self._step
-            yield self._window(adapters[0])
-            return
-        yield "passes", self._passes
-        for number in adapters:
-            yield self._window(number)
-        if self._results.folder is not None:
-            yield "picture", functools.partial(self._draw_window, adapters[0])
-
     def _add(self, kind: str, **columns: Any) -> None:
         end = about(jax.devices()[0].device_kind)
-        self._results.add(columns_of(self._case, kind) | columns | end)
+        self._rows.add(columns_of(self.case, kind) | columns | end)
 
     def _compile(self) -> None:
         """Compiles all programs, and runs each of them once."""
-        training = self._training
-        seconds = training.compile()
-        lanes = training.plan.lanes
-        training.seconds(Window.of(self._case, 1, training.starts, lanes))
-        options = training.spec.options
+        began, limits = time.perf_counter(), self.case.limits
+        RunPrograms.start(self.layout, limits, evaluates=False).compiled_passes()
+        seconds = time.perf_counter() - began
+        self.seconds(Window.of(self.case, 1, self.starts, self.plan.lanes))
+        options = self.spec.options
         self._add(
             "compile",
-            borders=training.plan.stages.borders,
+            borders=self.plan.stages.borders,
             kernels=options.implementation,
             attention=options.attention,
             remat=options.remat,
             weights_seconds=self._weights_seconds,
             compile_seconds=round(seconds, 1),
-            peak_gib=peak_gib(self._case.sizes.num_devices),
+            peak_gib=peak_gib(self.case.sizes.num_devices),
         )
 
     def _step(self) -> None:
         """Times a full tick with the optimizer step of all jobs."""
-        training = self._training
-        full = training.probe(self._case.microbatch_tokens, self._case.longest).packed
-        batch = training.place(full, 0)
-        steps = time_steps(lambda: training.start([batch]), self._case.repeats)
-        timing = Timing.of(steps)
-        training.load()
-        memory = training.step_memory()
+        (stage,), case = self.layout.stages, self.case
+        full = self.probe(case.microbatch_tokens, case.longest).packed
+        batch = self.place(full, 0)
+        timing = Timing.of(time_steps(lambda: self.start([batch]), case.repeats))
+        self.load()
+        passes = stage.steps.passes.prepare(stage.steps.shapes(case.limits))
+        memory: Any = passes.last.compiled().memory_analysis()
         self._add(
             "step",
-            adapters=max(self._case.adapters),
+            adapters=max(self.case.adapters),
             **timing.columns("step_ms", 2),
             **self._exchanges(batch),
             argument_gib=round(memory.argument_size_in_bytes / GIB, 2),
             temp_gib=round(memory.temp_size_in_bytes / GIB, 2),
-            peak_gib=peak_gib(self._case.sizes.num_devices),
+            peak_gib=peak_gib(self.case.sizes.num_devices),
         )
 
     def _exchanges(self, batch: PackedBatch) -> Columns:
@@ -242,11 +184,9 @@ class _Mesh:
 
         `exposed` is the share in which nothing else runs on the first device.
         """
-        if self._case.sizes.num_devices == 1:
+        if self.case.sizes.num_devices == 1:
             return {}
-        kernels = trace(lambda: self._training.start([batch])(), 1)
-        if kernels and self._results.folder is not None:
-            draw_step(kernels, self._picture())
+        kernels = trace(lambda: self.start([batch])(), 1)
         own = [k for k in kernels if k.device == 0]
         rest = [k for k in own if not is_exchange(k)]
         whole = busy_ms(own)
@@ -259,8 +199,7 @@ class _Mesh:
 
     def _passes(self) -> None:
         """Times each pass of the pipeline on its own, and fits the cost model."""
-        training = self._training
-        found = measure_passes(training, training.probes(), self._case.repeats)
+        found = measure_passes(self, self.probes(), self.case.repeats)
         self._cost = found.cost
         for name, points in found.points.items():
             for p in points:
@@ -268,7 +207,7 @@ class _Mesh:
                 columns = {"tokens": p.tokens, "squares": p.squares, "ms": ms}
                 self._add("pass", **{"pass": name}, **columns)
         ms = round(1000 * found.cost.communication, 3)
-        columns = {"tokens": self._case.microbatch_tokens, "squares": "", "ms": ms}
+        columns = {"tokens": self.case.microbatch_tokens, "squares": "", "ms": ms}
         self._add("pass", **{"pass": "transfer"}, **columns)
         self._add("fit", mape_percent=round(100 * found.mape, 2))
 
@@ -278,10 +217,10 @@ class _Mesh:
 
     def _time_window(self, num_jobs: int) -> None:
         """Times all samples of some jobs."""
-        case, training = self._case, self._training
-        lanes, starts = training.plan.lanes, training.starts[:num_jobs]
+        case = self.case
+        lanes, starts = self.plan.lanes, self.starts[:num_jobs]
         window = Window.of(case, case.num_microbatches, starts, lanes)
-        seconds = training.seconds(window)
+        seconds = self.seconds(window)
         lengths = np.concatenate(
             [job.prepared.train_data.lengths for job in window.jobs.values()]
         )
@@ -294,7 +233,7 @@ class _Mesh:
             "window",
             adapters=num_jobs,
             batch_samples=case.batch_samples,
-            data_sets=case.data_sets[:num_jobs],
+            data_sets=DATA_SETS[:num_jobs],
             ticks=len(ticks),
             no_ops=sum(not any(tick) for tick in ticks),
             tokens=tokens,
@@ -305,38 +244,14 @@ class _Mesh:
             **bubbles,
         )
 
-    def _draw_window(self, num_jobs: int) -> None:
-        """Draws a profiled window above its simulation, both in seconds."""
-        assert self._cost is not None, "the passes are measured first"
-        case, training = self._case, self._training
-        lanes, starts = training.plan.lanes, training.starts[:num_jobs]
-        size = min(case.num_microbatches, _PICTURE_MICROBATCHES)
-        window = Window.of(case, size, starts, lanes)
-        kernels = trace(lambda: training.seconds(window), 1)
-        ticks = ticks_of(window.schedule.microbatches, lanes.num_lanes)
-        running = [number for number, tick in enumerate(ticks) if any(tick)]
-        devices = [next(iter(base.values())).devices() for base in training.bases]
-        first = [min(device.id for device in own) for own in devices]
-        args = window.schedule, self._cost, lanes.pipeline
-        timelines = {
-            "measured": measured(kernels, first, running),
-            "simulated": Timeline.simulated(simulate(*args, num_lanes=lanes.num_lanes)),
-        }
-        draw(window.schedule, timelines, self._picture(), num_lanes=lanes.num_lanes)
-
-    def _picture(self) -> Path:
-        assert self._results.folder is not None
-        name = self._case.mesh.replace("=", "").replace(",", "_")
-        return self._results.folder / f"mesh_{name}.png"
-
     def _of_peak(self, lengths: np.ndarray, seconds: float) -> Columns:
         """Returns the operations of a token, and their share of the device's peak."""
         mean_keys = float((lengths**2).sum() / lengths.sum())
-        flops = flops_per_token(self._training.spec, mean_keys)
+        flops = flops_per_token(self.spec, mean_keys)
         speed = find_speed(jax.devices()[0].device_kind)
         if speed is UNKNOWN_DEVICE:
             return {"flops_per_token": flops, "peak_percent": None}
-        rate = lengths.sum() * flops / seconds / self._case.sizes.num_devices
+        rate = lengths.sum() * flops / seconds / self.case.sizes.num_devices
         share = round(100 * float(rate) / speed.flops, 2)
         return {"flops_per_token": flops, "peak_percent": share}
 
@@ -357,15 +272,40 @@ class _Mesh:
         }
 
 
+def _check_finite(items: Iterable[Outcomes]) -> None:
+    for item in items:
+        for slot, outcome in item.steps.items():
+            if not outcome.is_finite:
+                raise JaxloraError(
+                    f"the gradients of slot {slot} are not finite, so that times mean "
+                    "nothing. Use another model or dtype."
+                )
+
+
+def flops_per_token(spec: DecoderSpec, mean_keys: float) -> float:
+    """Counts the operations of products, forward and backward, for one token.
+
+    What `remat` computes again is not counted.
+
+    Args:
+        spec: The decoder.
+        mean_keys: Mean length of the sample that a token is in.
+    """
+    options = dataclasses.replace(spec.options, remat="none")
+    spec = dataclasses.replace(spec, options=options)
+    parts = [layer_work(spec, n, mean_keys) for n in range(spec.config.num_layers)]
+    parts.append(head_work(spec, TARGET_SHARE))
+    return sum(part.forward.flops + part.backward.flops for part in parts)
+
+
 def main() -> None:
     """Measures the case that the first argument describes in JSON."""
     keep_compiled_programs()
-    folder = Path(sys.argv[3]) if sys.argv[3:] else None
-    case, results = Case.from_json(sys.argv[1]), Results(folder)
+    case, rows = Case.from_json(sys.argv[1]), results(Path(sys.argv[2]))
     try:
-        measure(case, results, float(sys.argv[2]))
+        measure(case, rows)
     except (JaxloraError, ValueError, RuntimeError) as error:
-        results.skip(case, "all", str(error)[:500])
+        rows.add(skipped(case, "all", str(error)[:500]))
 
 
 if __name__ == "__main__":

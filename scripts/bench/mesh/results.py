@@ -14,21 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlora.bench.mesh.cases import Case
-from jaxlora.bench.report import Row, Rows, sections, table
-from jaxlora.bench.shapes import config_json
+from scripts.bench.mesh.cases import Case
+from scripts.bench.report import Row, Rows, sections, table
+from scripts.bench.shapes import config_json
 
 
-class Results(Rows):
-    """Rows in mesh.jsonl, and tables of all of them in mesh.md."""
+def results(folder: Path | None) -> Rows:
+    """Returns the rows of mesh.jsonl, with tables of all of them in mesh.md."""
+    return Rows(folder, "mesh", tables)
 
-    def __init__(self, folder: Path | None):
-        """Starts with the rows of the folder; without one, nothing is written."""
-        super().__init__(folder, "mesh", tables)
 
-    def skip(self, case: Case, part: str, reason: str) -> None:
-        """Adds a row that says why a part of a case was not measured."""
-        self.add(columns_of(case, "skipped") | {"part": part, "reason": reason})
+def skipped(case: Case, part: str, reason: str) -> dict[str, Any]:
+    """Returns a row that says why a part of a case was not measured."""
+    return columns_of(case, "skipped") | {"part": part, "reason": reason}
 
 
 def columns_of(case: Case, kind: str) -> dict[str, Any]:

@@ -11,49 +11,39 @@ page cache:
 - peft: one step of transformers + peft with one adapter on the same checkpoint.
 
 Rows have the seconds to the end of the first step, and the tokens per second from there
-to the end, evaluations and checkpoints included. Prints a table, and where the seconds
-to the first step went; with --output-dir, writes run.jsonl, run.md, run.png and the log
-of each command with the seconds of its lines.
+to the end, evaluations and checkpoints included. Prints a table; with --output-dir,
+writes run.jsonl, run.md and the log of each command with the seconds of its lines.
 
-    jaxlora bench run --output-dir bench
-    jaxlora bench run --model tiny --tokens 20000
+    python -m scripts.bench run --output-dir bench
+    python -m scripts.bench run --model tiny --tokens 20000
 """
 
 import argparse
 import importlib.util
 import itertools
 import json
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import yaml
 
-from jaxlora.bench.report import Row, Rows, about, add_output_dir, sections, table
-from jaxlora.bench.run.commands import Done, run_command, waits
-from jaxlora.bench.run.inputs import (
+from jaxlora.errors import JaxloraError
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
+from jaxlora.run.log import METRICS_FILE, read_events
+from scripts.bench.report import Row, Rows, about, add_output_dir, devices, table
+from scripts.bench.run.commands import Done, run_command
+from scripts.bench.run.inputs import (
     Inputs,
     write_checkpoint,
     write_data,
     write_run_file,
 )
-from jaxlora.bench.shapes import LARGE, MODELS
-from jaxlora.errors import JaxloraError
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
-from jaxlora.run.log import METRICS_FILE, read_events
+from scripts.bench.shapes import LARGE, MODELS
 
 Columns = dict[str, Any]
 STARTS = ("cold", "again", "resumed", "generate cold", "generate again", "peft")
-# Waits that are shorter, in seconds or as a share, are not shown by themselves.
-_SHORTEST, _SHORTEST_SHARE = 0.2, 0.02
-# Characters in a label as long as the picture, and in the shortest label.
-_CHARACTERS, _SHORTEST_LABEL = 150, 8
-_CLOCK = re.compile(r"^[0-9:]{8} ")
 _COLUMNS = (
     "start", "first_step_s", "seconds", "tokens", "tokens_per_second", "outside_s",
     "fill",
@@ -123,7 +113,7 @@ class Commands:
         needed = ("torch", "transformers", "peft")
         if missing := [n for n in needed if importlib.util.find_spec(n) is None]:
             return {"start": start, "skipped": f"{', '.join(missing)} not installed"}
-        command = ["jaxlora.bench.run.peft_step", str(self._checkpoint)]
+        command = ["scripts.bench.run.peft_step", str(self._checkpoint)]
         command.append(str(self._data[0]))
         done = run_command(command, self._with_cache("peft"))
         ended = next(at for at, text in done.lines if text == "step ended")
@@ -163,58 +153,17 @@ def _outside(windows: Sequence[dict[str, Any]]) -> float:
 
 
 def _row(start: str, done: Done, *, first_step: float) -> Columns:
-    shortest = max(_SHORTEST, _SHORTEST_SHARE * first_step)
     return {
         "start": start,
         "first_step_s": round(first_step, 1),
         "seconds": round(done.seconds, 1),
         "log": [f"{at:.2f} {text}" for at, text in done.lines],
-        "waits": [
-            (round(a, 2), round(b, 2), text)
-            for a, b, text in waits(done.lines, first_step, shortest)
-        ],
     }
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Formats the rows, and where the seconds to the first step went."""
-    made = {"from the command": table(rows, [*_COLUMNS, "skipped"])}
-    for row in rows:
-        parts = [
-            {"from_s": a, "to_s": b, "seconds": round(b - a, 1), "ended by": text}
-            for a, b, text in row.get("waits", ())
-        ]
-        made[f"until the first step: {row['start']}"] = table(parts)
-    return sections(made)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the waits until the first step, a bar for each start."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [row for row in rows if row.get("waits")]
-    if not shown:
-        return
-    longest = max(row["first_step_s"] for row in shown)
-    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.6 * len(shown)))
-    for y, row in enumerate(reversed(shown)):
-        for number, (a, b, text) in enumerate(row["waits"]):
-            color = pyplot.get_cmap("Pastel1")(number % 9)
-            axes.barh(y, b - a, left=a, color=color, edgecolor="white")
-            fits = int(_CHARACTERS * (b - a) / longest)
-            label = _CLOCK.sub("", text)[:fits]
-            if fits >= _SHORTEST_LABEL:
-                axes.text(a + 0.004 * longest, y, label, fontsize=6, va="center")
-    axes.set_yticks(range(len(shown)), [row["start"] for row in reversed(shown)])
-    axes.set_xlabel("seconds from the command; a part ends with the log's line")
-    axes.set_title(f"To the end of the first step: {shown[0].get('model', '')}")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    """Formats the rows."""
+    return table(rows, [*_COLUMNS, "skipped"])
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
@@ -302,7 +251,7 @@ def measured(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the benchmark with the given options."""
-    rows, device = Rows(args.output_dir, "run", tables), device_name()
+    rows, device = Rows(args.output_dir, "run", tables), devices()[2]
     with tempfile.TemporaryDirectory(prefix="jaxlora-bench-run-") as work:
         for row in measured(args, Path(work)):
             log = row.pop("log", [])
@@ -311,14 +260,3 @@ def run(args: argparse.Namespace) -> None:
                 path.write_text("\n".join(log) + "\n")
             rows.add(row | about(device))
     print(rows.tables())
-    if args.output_dir is not None:
-        draw(rows.rows, args.output_dir / "run.png")
-
-
-def device_name() -> str:
-    """Returns the name of the device, which this process must leave to the commands."""
-    code = "import jax; print(jax.devices()[0].device_kind)"
-    done = subprocess.run([sys.executable, "-c", code], stdout=PIPE, text=True)
-    if done.returncode:
-        raise JaxloraError("JAX does not start here.")
-    return done.stdout.strip()

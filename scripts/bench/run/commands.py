@@ -83,28 +83,3 @@ def _without_own_cache() -> dict[str, str]:
 def _note(stream: Iterable[str], began: float, lines: list[tuple[float, str]]) -> None:
     for line in stream:
         lines.append((time.perf_counter() - began, line.rstrip()))
-
-
-def waits(
-    lines: Sequence[tuple[float, str]], until: float, shortest: float
-) -> list[tuple[float, float, str]]:
-    """Returns where the time until a moment went, as the log tells it.
-
-    Args:
-        lines: Lines with the seconds at which they came.
-        until: The moment, in seconds.
-        shortest: Shorter waits are counted to the next longer one.
-
-    Returns:
-        For each wait its beginning, its end and the line that ended it.
-    """
-    found, last = [], 0.0
-    for at, text in lines:
-        if at > until:
-            break
-        if at - last >= shortest:
-            found.append((last, at, text))
-            last = at
-    if until - last >= shortest:
-        found.append((last, until, "the first step has ended"))
-    return found

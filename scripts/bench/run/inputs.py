@@ -1,4 +1,4 @@
-"""Random inputs of `jaxlora bench run`: a checkpoint, data and a run file."""
+"""Random inputs of `python -m scripts.bench run`: a checkpoint, data and a run file."""
 
 import dataclasses
 import json
@@ -15,10 +15,10 @@ import tokenizers
 import yaml
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxlora.bench.shapes import config_json
 from jaxlora.models.registry import model_config
 from jaxlora.models.structure import TensorSpec, tensor_specs
 from jaxlora.profile.tokens import SIGMA, fill
+from scripts.bench.shapes import config_json
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>")
 _BLOCK = 2**25  # random numbers, which all weights repeat from places of their own

@@ -1,9 +1,9 @@
 """Times a linear with many adapters in one call, as in Table 7 of PLoRA."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from jaxlora.bench.shapes import KernelCase
+from scripts.bench.shapes import KernelCase
 
 _COUNTS, _METHOD = (2, 8, 32), "jaxlora mosaic"
 _PAPER = {2: "1.90 to 2.01", 8: "7.51 to 7.98", 32: "26.5 to 31.2"}
@@ -18,20 +18,15 @@ _PASSES = ("forward", "backward")
 _REPEATS, _SECONDS = 12, 0.15  # calls, and seconds of calls back to back
 
 
-def kernel_rows(known: Sequence[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+def kernel_rows() -> Iterator[dict[str, Any]]:
     """Yields the speed of a call over as many calls with one adapter each.
 
     `linear` is by device time with the frozen product, `adapters` without it, by
     subtraction, and `back_to_back` with it by wall time, forward and backward.
-
-    Args:
-        known: Rows that are not measured again.
     """
-    done = {(row.get("layer"), row.get("adapters")) for row in known}
     for name, shape in _WIDTHS.items():
-        counts = [count for count in _COUNTS if (name, count) not in done]
-        one = _times(shape, 1) if counts else {}
-        for count in counts:
+        one = _times(shape, 1)
+        for count in _COUNTS:
             many = _times(shape, count)
             row: dict[str, Any] = {"row": "kernels", "layer": name, "adapters": count}
             for key in one:
@@ -43,8 +38,8 @@ def kernel_rows(known: Sequence[Mapping[str, Any]] = ()) -> Iterator[dict[str, A
 
 def _times(shape: tuple[int, int], count: int) -> dict[str, float]:
     """Returns microseconds of a call with `count` adapters."""
-    from jaxlora.bench.kernels.benchmark import time_jax
-    from jaxlora.bench.kernels.methods import FROZEN
+    from scripts.bench.kernels.benchmark import time_jax
+    from scripts.bench.kernels.methods import FROZEN
 
     k, n = shape
     case = KernelCase("", count * _TOKENS, ((k, (n,)),), (_RANK,) * count, rate=0.0)

@@ -1,6 +1,6 @@
 """Steps of transformers + peft on a checkpoint, as a script of a user has them.
 
-    python -m jaxlora.bench.run.peft_step CHECKPOINT DATA.jsonl [SAMPLES [STEPS]]
+    python -m scripts.bench.run.peft_step CHECKPOINT DATA.jsonl [SAMPLES [STEPS]]
 
 says `step ended` on stderr when an optimizer step of one adapter is done, the first one
 by default. A batch is four samples of a file of prompts and completions, or as many as

@@ -16,9 +16,9 @@ before by runs of two steps, so that start-up counts and compiling does not:
 - kernels: a linear with 2, 8 and 32 adapters of rank 64 in one call, and in as many
   calls, as in PLoRA's Table 7: device time, and the time of calls back to back.
 
-    jaxlora bench together --output-dir bench
-    jaxlora bench together --model llama-3.2-1b --steps 100 --limit 300
-    jaxlora bench together --model tiny --count 4 --steps 4 --cases sweep alone
+    python -m scripts.bench together --output-dir bench
+    python -m scripts.bench together --model llama-3.2-1b --steps 100 --limit 300
+    python -m scripts.bench together --model tiny --count 4 --steps 4 --cases sweep
 """
 
 import argparse
@@ -31,7 +31,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -39,15 +39,21 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxlora.bench.report import Row, Rows, about, add_output_dir
-from jaxlora.bench.run import peft_step
-from jaxlora.bench.run.benchmark import device_name
-from jaxlora.bench.run.commands import Done, run_command
-from jaxlora.bench.run.inputs import Inputs, write_checkpoint
-from jaxlora.bench.run.packed_kernels import kernel_rows
-from jaxlora.bench.run.together_speeds import tables
-from jaxlora.bench.shapes import ANY_DEVICE, MODELS
 from jaxlora.run.log import METRICS_FILE, read_events
+from scripts.bench.report import (
+    Row,
+    Rows,
+    about,
+    add_output_dir,
+    devices,
+    sections,
+    table,
+)
+from scripts.bench.run import peft_step
+from scripts.bench.run.commands import Done, run_command
+from scripts.bench.run.inputs import Inputs, write_checkpoint
+from scripts.bench.run.packed_kernels import kernel_rows
+from scripts.bench.shapes import ANY_DEVICE, MODELS
 
 CASES = ("sweep", "halving", "alone", "peft", "packed", "kernels")
 _BATCHES, _PACKED, _RECORDS, _PEFT_STEPS = (1, 2, 3, 4), (8, 32), 1500, 20
@@ -64,9 +70,7 @@ class Bench:
         steps: Steps of each.
         work: Folder for everything.
         tokens: `microbatch_tokens` of the sweep.
-        shapes: `microbatch_shapes` of the sweep.
         early_exit: The rule of the case `halving`.
-        packs: Numbers of configurations of the case `packed`.
         peft_python: An interpreter with torch, transformers and peft.
         end: When time is up, by `time.monotonic`.
     """
@@ -76,9 +80,7 @@ class Bench:
     steps: int
     work: Path
     tokens: int | str = "auto"
-    shapes: Sequence[int] = ()
     early_exit: Any = "halving"
-    packs: Sequence[int] = _PACKED
     peft_python: str = sys.executable
     end: float = math.inf
 
@@ -182,7 +184,6 @@ class Bench:
             steps,
             max_concurrent_jobs=self.count,
             microbatch_tokens=self.tokens,
-            microbatch_shapes=list(self.shapes),
             sweep=sweep | {"early_exit": early_exit},
         )
         text = (self.work / name.replace(" ", "-") / "settings.yaml").read_text()
@@ -229,22 +230,17 @@ class Bench:
     def compile(self, cases: Sequence[str]) -> None:
         """Runs two steps of each command, so that its programs are compiled."""
         if {"sweep", "halving"} & set(cases):
-            name = " ".join(map(str, ["sweep warm-up", self.tokens, *self.shapes]))
+            name = f"sweep warm-up {self.tokens}"
             self.warm_up(name, lambda steps: self.sweep(name, steps, "none"))
         if "alone" in cases:
             self.warm_up(_WARM, lambda steps: self.alone(_WARM, steps, 1))
-        for count in self.packs if "packed" in cases else ():
+        for count in _PACKED if "packed" in cases else ():
             name = f"packed warm-up {count}"
             run = lambda steps, name=name, count=count: self.packed(name, steps, count)
             self.warm_up(name, run)
 
-    def rows(self, cases: Sequence[str], known: Sequence[Row] = ()) -> Iterator[Row]:
-        """Yields the rows of cases, in the order in which the cases are given.
-
-        Args:
-            cases: The cases.
-            known: Rows that there are already; kernels are not measured again.
-        """
+    def rows(self, cases: Sequence[str]) -> Iterator[Row]:
+        """Yields the rows of cases, in the order in which the cases are given."""
         for case in cases:
             if case == "sweep":
                 yield self.sweep("sweep", self.steps, "none")
@@ -256,10 +252,10 @@ class Bench:
             elif case == "peft":
                 yield self.peft()
             elif case == "packed":
-                for count in self.packs:
+                for count in _PACKED:
                     yield self.packed(f"packed {count}", self.steps // 2, count)
             elif case == "kernels":
-                yield from kernel_rows(known)
+                yield from kernel_rows()
 
 
 _RATES = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}
@@ -271,6 +267,57 @@ def _batches(settings: str) -> dict[str, int]:
         str(job.get("batch_size", 1)) for job in yaml.safe_load(settings)["jobs"]
     )
     return dict(sorted(found.items()))
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Formats the rows, and the speeds that follow from them."""
+    hidden = {"commit", "device", "versions", "date", "batches"}
+    runs = [row for row in rows if row["row"] != "kernels"]
+    shown = [key for row in runs for key in row if key not in hidden]
+    kernels = [row for row in rows if row["row"] == "kernels"]
+    made = {"runs": table(runs, list(dict.fromkeys(shown)))}
+    for model in dict.fromkeys(row["model"] for row in runs):
+        found = {row["row"]: row for row in runs if row["model"] == model}
+        made[f"speed of {model}"] = table(list(speeds(found)))
+    made["kernels in one call"] = table(
+        kernels, [key for key in (kernels or [{}])[0] if key not in hidden | {"row"}]
+    )
+    return sections(made)
+
+
+def speeds(found: Mapping[str, Row]) -> Iterator[dict[str, Any]]:
+    """Yields speeds of the sweep over others, and of packed configurations."""
+    sweep, halving = found.get("sweep"), found.get("halving")
+    alone = {
+        int(name.rpartition(" ")[2]): row["seconds"]
+        for name, row in sorted(found.items())
+        if name.startswith("alone")
+    }
+    for row in (sweep, halving):
+        if row is None:
+            continue
+        batches = {int(size): count for size, count in row["batches"].items()}
+        if len(alone) > 1:
+            each = np.interp(list(batches), list(alone), list(alone.values()))
+            total = float(np.dot(list(batches.values()), each))
+            yield _speed(row, "one at a time", total)
+        if (peft := found.get("peft")) is not None:
+            yield _speed(row, "peft", sum(batches.values()) * peft["seconds"])
+    if sweep is not None and halving is not None:
+        yield _speed(halving, "sweep", sweep["seconds"])
+        yield _speed(halving, "sweep, training", sweep["training_s"], "training_s")
+    rate = "steady_tokens_per_second"
+    for many in found.values():
+        one = found.get("alone batch 1")
+        if many["row"].startswith("packed") and one is not None:
+            ratio = round(many[rate] / one[rate], 2)
+            yield {"row": many["row"], "over": "one alone, tokens/s", "speed": ratio}
+
+
+def _speed(row: Row, over: str, seconds: float, key: str = "seconds") -> dict[str, Any]:
+    speed = round(seconds / row[key], 2)
+    of = {"seconds": row[key], "seconds_of_the_other": round(seconds, 1)}
+    return {"row": row["row"], "over": over, "speed": speed, **of}
 
 
 def add_options(out: argparse.ArgumentParser) -> None:
@@ -286,25 +333,17 @@ def add_options(out: argparse.ArgumentParser) -> None:
         help="of the sweep, by default auto",
     )
     out.add_argument(
-        "--microbatch-shapes",
-        type=int,
-        nargs="*",
-        default=(),
-        help="further capacities of the sweep's microbatches",
-    )
-    out.add_argument(
         "--early-exit",
         type=yaml.safe_load,
         default="halving",
         help="rule of the case halving, in YAML",
     )
-    out.add_argument("--packed", type=int, nargs="+", default=_PACKED)
     out.add_argument(
         "--cases",
-        nargs="*",
+        nargs="+",
         choices=CASES,
         default=CASES,
-        help="in this order; without any, the tables of --output-dir are printed",
+        help="in this order",
     )
     out.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; the rest is left out"
@@ -314,9 +353,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for the checkpoint, data and compiled programs, which are kept "
         "and used again; by default it is temporary",
-    )
-    out.add_argument(
-        "--compile-only", action="store_true", help="into --work, for a later call"
     )
     out.add_argument(
         "--peft-python", default=sys.executable, help="interpreter that has peft"
@@ -339,27 +375,18 @@ def run(args: argparse.Namespace) -> None:
             steps=args.steps,
             work=work,
             tokens=args.microbatch_tokens,
-            shapes=args.microbatch_shapes,
             early_exit=args.early_exit,
-            packs=args.packed,
             peft_python=args.peft_python,
             end=began + args.limit,
         )
         try:
-            if args.cases:
-                _measure(bench, args, rows)
+            bench.write()
+            bench.compile(args.cases)
+            end = {"model": args.model, "steps": args.steps} | about(devices()[2])
+            for row in bench.rows(args.cases):
+                rows.add(dict(row) | end)
         except TimeoutError:
             print(
                 f"Time is up after {args.limit:.0f} s; what is left was not measured."
             )
     print(rows.tables())
-
-
-def _measure(bench: Bench, args: argparse.Namespace, rows: Rows) -> None:
-    bench.write()
-    bench.compile(args.cases)
-    if args.compile_only:
-        return
-    end = {"model": args.model, "steps": args.steps} | about(device_name())
-    for row in bench.rows(args.cases, tuple(rows.rows)):
-        rows.add(dict(row) | end)

@@ -1,13 +1,14 @@
 """Compares packers on kinds of jobs that are hard to pack, on several pipelines.
 
-They are LoRAFusion's algorithm, mLoRA's order, and the default packer. Planning
-time is measured; all other times are simulated, so that any CPU will do.
+They are LoRAFusion's algorithm, mLoRA's order, and the default packer: `fewest` as if
+padding took as long as tokens, and `joint` by the true costs. Planning time is
+measured; all other times are simulated, so that any CPU will do.
 
 Prints a table of makespans over the lower bound. With --output-dir, writes
 scheduler.jsonl and scheduler.md.
 
-    jaxlora bench scheduler --quick
-    jaxlora bench scheduler --output-dir bench
+    python -m scripts.bench scheduler --quick
+    python -m scripts.bench scheduler --output-dir bench
 """
 
 import argparse
@@ -19,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxlora.bench.report import Row, Rows, about, add_output_dir, pivot, versions
-from jaxlora.bench.scheduler.lengths import jobs
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -29,15 +28,17 @@ from jaxlora.scheduler import (
     Pipeline,
     Sample,
     Schedule,
-    get_packer,
     lower_bound,
     pack_ticks,
     simulate,
     violations,
 )
-from jaxlora.scheduler.algorithms import lorafusion, mlora
-from jaxlora.scheduler.streams.ticks import arrange
+from jaxlora.scheduler.pack.whole import arrange
+from jaxlora.scheduler.papers import lorafusion, mlora
+from scripts.bench.report import Row, Rows, about, add_output_dir, pivot, versions
+from scripts.bench.scheduler.lengths import jobs
 
+PACKERS = ("mlora", "paper", "fewest", "joint")
 STAGES, LANES, LAST_STAGES = (1, 4, 8, 16), (1, 2, 8), (1.0, 1.06)
 
 
@@ -71,7 +72,11 @@ KINDS = {
 
 
 def kind_rows(
-    quick: bool, solver: dict[str, Any], kinds: Sequence[str] = tuple(KINDS)
+    quick: bool,
+    solver: dict[str, Any],
+    kinds: Sequence[str] = tuple(KINDS),
+    packers: Sequence[str] = PACKERS,
+    padding_share: float | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yields the makespan of each packer over the bound.
 
@@ -79,6 +84,9 @@ def kind_rows(
         quick: Whether to take only four stages, and one lane.
         solver: Options of LoRAFusion's solver.
         kinds: Some of `KINDS`.
+        packers: Some of `PACKERS`.
+        padding_share: Time of a row of padding, as a share of that of a token, with one
+            compiled shape; None: microbatches have no padding.
     """
     stages, lanes = ((4,), (1,)) if quick else (STAGES, LANES)
     for num_lanes, last, num, (name, kind) in itertools.product(
@@ -92,25 +100,44 @@ def kind_rows(
             "stages": num,
             "last_stage": last,
         }
-        yield from (
-            of_case | row for row in _of_case(kind, num_lanes, last, num, solver)
+        found = _of_case(kind, num_lanes, last, num, solver, packers, padding_share)
+        yield from (of_case | row for row in found)
+
+
+def _cost(
+    num_stages: int, last: float, capacity: int, padding_share: float | None
+) -> CostModel:
+    """Returns the costs of a case, with the padding of one shape if there is any."""
+    padding = padding_share or 0.0
+    passes = [
+        AffineCost(
+            base=256.0 + padding * capacity, per_token=1 - padding, per_square=square
         )
+        for square in (2e-5, 5e-5)
+    ]
+    forward, backward = passes
+    return CostModel.uniform(
+        num_stages, forward=forward, backward=backward, last_stage=last
+    )
 
 
 def _of_case(
-    kind: Kind, num_lanes: int, last: float, num_stages: int, solver: dict[str, Any]
+    kind: Kind,
+    num_lanes: int,
+    last: float,
+    num_stages: int,
+    solver: dict[str, Any],
+    packers: Sequence[str],
+    padding_share: float | None,
 ) -> Iterator[dict[str, Any]]:
     samples, limits = kind.samples(), Limits(capacity=kind.capacity, block_tokens=64)
     pipeline = Pipeline.one_f_one_b(num_stages)
-    cost = CostModel.uniform(
-        num_stages,
-        forward=AffineCost(base=256.0, per_token=1.0, per_square=2e-5),
-        backward=AffineCost(base=256.0, per_token=1.0, per_square=5e-5),
-        last_stage=last,
-    )
+    cost = _cost(num_stages, last, kind.capacity, padding_share)
     lanes = Lanes(data=num_lanes, pipeline=pipeline)
     bound = lower_bound(samples, limits, pipeline, cost, num_lanes=num_lanes)
     for packer, pack in _packers(samples, limits, lanes, cost, solver).items():
+        if packer not in packers:
+            continue
         began = time.process_time()
         schedule = pack()
         seconds = time.process_time() - began
@@ -145,17 +172,15 @@ def _packers(
         ticks = arrange(pack(far).microbatches, n, distance)
         return _in_ticks(ticks, limits, n)
 
-    def joint_() -> Schedule:
-        if n == 1:
-            return get_packer("joint")(samples, limits, pipeline, cost)
-        return pack_ticks(samples, limits, "joint", lanes, cost)
-
+    full = CostModel(stages=cost.stages, buckets=(limits.capacity,))
     return {
         "mlora": lambda: arranged(lambda p: mlora.pack(samples, limits, p)),
         "paper": lambda: arranged(
             lambda p: lorafusion.pack(samples, limits, p, **solver)
         ),
-        "joint": joint_,
+        # As if padding took as long as tokens.
+        "fewest": lambda: pack_ticks(samples, limits, "joint", lanes, full),
+        "joint": lambda: pack_ticks(samples, limits, "joint", lanes, cost),
     }
 
 
@@ -179,6 +204,12 @@ def add_options(out: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--num-workers", type=int, default=os.cpu_count())
     out.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    out.add_argument("--packers", nargs="+", choices=PACKERS, default=list(PACKERS))
+    out.add_argument(
+        "--padding-share",
+        type=float,
+        help="time of a row of padding, as a share of a token's, with one shape",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -190,6 +221,7 @@ def run(args: argparse.Namespace) -> None:
     }
     solver = {"time_limit": limit, "num_workers": args.num_workers}
     rows = Rows(args.output_dir, "scheduler", tables)
-    for row in kind_rows(args.quick, solver, args.kinds):
+    share = args.padding_share
+    for row in kind_rows(args.quick, solver, args.kinds, args.packers, share):
         rows.add(row | end)
     print(rows.tables())

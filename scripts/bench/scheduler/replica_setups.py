@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import find_speed, parse_machine
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.registry import model_config
@@ -22,6 +21,7 @@ from jaxlora.plan.mesh.predict import Rates
 from jaxlora.plan.replicas.kinds import ReplicaModel
 from jaxlora.scheduler import AffineCost
 from jaxlora.scheduler.replicas import ReplicaKind
+from scripts.bench.shapes import config_json
 
 LONGEST, STEPS = 16384, 100
 # Median, width and batch size of the samples of each job. All twelve together have

@@ -9,8 +9,8 @@ are drawn from log-normal distributions whose mix is about that of its Figure 4.
 
 Prints tables. With --output-dir, writes replicas.jsonl and replicas.md.
 
-    jaxlora bench replicas --quick
-    jaxlora bench replicas --output-dir bench
+    python -m scripts.bench replicas --quick
+    python -m scripts.bench replicas --output-dir bench
 """
 
 import argparse
@@ -24,7 +24,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.bench.report import (
+from jaxlora.costs.gpus import parse_machine
+from jaxlora.device_check import use_cpu
+from jaxlora.scheduler.replicas import (
+    Deployment,
+    PlannedDeployment,
+    ReplicaKind,
+    best_uniform,
+    dispatch,
+    lobra,
+    plan_deployment,
+    simulate_steps,
+)
+from scripts.bench.report import (
     Row,
     Rows,
     about,
@@ -32,7 +44,7 @@ from jaxlora.bench.report import (
     titled_tables,
     versions,
 )
-from jaxlora.bench.scheduler.replica_setups import (
+from scripts.bench.scheduler.replica_setups import (
     COSTS,
     JOBS,
     LONGEST,
@@ -45,18 +57,6 @@ from jaxlora.bench.scheduler.replica_setups import (
     make_kinds,
     plain_kinds,
     together,
-)
-from jaxlora.costs.gpus import parse_machine
-from jaxlora.device_check import use_cpu
-from jaxlora.scheduler.replicas import (
-    Deployment,
-    PlannedDeployment,
-    ReplicaKind,
-    best_uniform,
-    dispatch,
-    lobra,
-    plan_deployment,
-    simulate_steps,
 )
 
 

@@ -8,8 +8,8 @@ those of planning are simulated, so that any CPU will do.
 
 Prints tables. With --output-dir, writes sweeps.jsonl and sweeps.md.
 
-    jaxlora bench sweeps --quick
-    jaxlora bench sweeps --output-dir bench
+    python -m scripts.bench sweeps --quick
+    python -m scripts.bench sweeps --output-dir bench
 """
 
 import argparse
@@ -24,14 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxlora.bench.report import (
-    Row,
-    Rows,
-    about,
-    add_output_dir,
-    titled_tables,
-    versions,
-)
 from jaxlora.scheduler.sweep import (
     AnalyticCosts,
     Configuration,
@@ -43,6 +35,14 @@ from jaxlora.scheduler.sweep import (
     plan_sweep,
     plora,
     sequential_packs,
+)
+from scripts.bench.report import (
+    Row,
+    Rows,
+    about,
+    add_output_dir,
+    titled_tables,
+    versions,
 )
 
 TOKENS, RANKS = 1024, (8, 16, 32, 64, 128)

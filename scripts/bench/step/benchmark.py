@@ -8,8 +8,8 @@ process of its own so that it has its own peak memory.
 Prints a table for each model. With --output-dir, writes step.jsonl and step.md. Needs a
 GPU, except for the models tiny and wide-2; torch, transformers and peft are optional.
 
-    jaxlora bench step --output-dir bench
-    jaxlora bench step --models llama-3.2-1b --layers 4 --adapters 1 4 32
+    python -m scripts.bench step --output-dir bench
+    python -m scripts.bench step --models llama-3.2-1b --layers 4 --adapters 1 4 32
 """
 
 import argparse
@@ -25,19 +25,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxlora.bench.report import (
+from scripts.bench.report import (
     Row,
     Rows,
     about,
-    add_capability,
     add_output_dir,
     add_training_options,
     pivot,
     shared_fields,
     table,
 )
-from jaxlora.bench.shapes import LARGE, MODELS
-from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
+from scripts.bench.shapes import LARGE, MODELS
+from scripts.bench.step.cases import FROZEN, PEER, ROWS, Case
 
 Columns = dict[str, Any]
 
@@ -69,7 +68,7 @@ def measure_alone(case: Case, timeout: float, turn: str) -> Columns:
         timeout: Time limit in seconds. Waiting for a turn does not count.
         turn: Lock file. Rows with the same file use the device one after the other.
     """
-    module = "jaxlora.bench.step.measure"
+    module = "scripts.bench.step.measure"
     out = subprocess.run(
         [sys.executable, "-m", module, case.to_json(), turn, str(timeout)],
         capture_output=True,
@@ -123,7 +122,6 @@ def _described(case: Case) -> Columns:
         "dtype": case.dtype,
         "microbatches": case.microbatches,
         "microbatch_tokens": case.microbatch_tokens,
-        "triton_code": "device" if case.capability is None else case.capability / 10,
     }
 
 
@@ -154,7 +152,6 @@ _COLUMNS = (
 # Columns that must be equal in rows that are compared with each other.
 _SETTINGS = (
     "model", "layers", "rank", "dropout", "dtype", "microbatches", "microbatch_tokens",
-    "triton_code",
 )  # fmt: skip
 
 
@@ -189,7 +186,6 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument("--microbatches", type=int, default=1, help="in a step")
     out.add_argument("--median-tokens", type=int, default=600, help="in a sample")
     out.add_argument("--repeats", type=int, default=10)
-    add_capability(out)
     out.add_argument("--profile", action="store_true", help="split the time into parts")
     out.add_argument(
         "--at-once",

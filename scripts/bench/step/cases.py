@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlora.bench.report import Timing
-from jaxlora.bench.workload import Workload
 from jaxlora.profile.tokens import Microbatch, full_microbatch
+from scripts.bench.report import Timing
+from scripts.bench.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,6 @@ class Case(Workload):
         adapters: Number of adapters. Rows of other libraries have one.
         microbatches: Microbatches of a step.
         median_tokens: Median length of a sample.
-        capability: Ten times the compute capability for which Triton compiles, such as
-            80; None: the device's.
         profile: Whether to attribute device time to parts as well.
     """
 
@@ -27,7 +25,6 @@ class Case(Workload):
     adapters: int = 4
     microbatches: int = 1
     median_tokens: int = 600
-    capability: int | None = None
     profile: bool = False
 
 
@@ -39,14 +36,12 @@ class Row:
         library: `jaxlora`, or `torch` for transformers with peft.
         has_adapters: Whether it trains adapters, or runs the base alone.
         settings: Settings of the run, for jaxlora.
-        checkpoints: Whether transformers recomputes each layer, for torch.
         layout: Layout of samples for torch: `packed` under a block mask, or `padded`.
     """
 
     library: str
     has_adapters: bool = True
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    checkpoints: bool = False
     layout: str = "packed"
 
 
@@ -88,10 +83,8 @@ ROWS = {
         "mosaic", quantize_base="nf4", remat="layer"
     ),
     "jaxlora xla, remat layer": _jaxlora("xla", remat="layer"),
-    "torch, adapters off": Row(library="torch", has_adapters=False),
     PEER: Row(library="torch"),
     "peft, padded": Row(library="torch", layout="padded"),
-    "peft, packed, remat": Row(library="torch", checkpoints=True),
 }
 
 

@@ -1,6 +1,6 @@
 """Measures one row of the step benchmark, in a process of its own.
 
-    python -m jaxlora.bench.step.measure '{"model": "tiny", "row": "jaxlora xla"}'
+    python -m scripts.bench.step.measure '{"model": "tiny", "row": "jaxlora xla"}'
 
 prints one JSON object as its last line: the measured columns, or why the row cannot
 run. Two more arguments name a lock file and a time limit in seconds. Rows with the same
@@ -22,9 +22,6 @@ from typing import IO, Any
 import jax
 import jax.numpy as jnp
 
-from jaxlora.bench.report import needs_gpu, triton_code
-from jaxlora.bench.step import peers
-from jaxlora.bench.step.cases import ROWS, Case, Row, microbatches, result
 from jaxlora.errors import ConfigError
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import job_losses, training_options
@@ -34,9 +31,13 @@ from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.plan.stages import MeshStages
-from jaxlora.profile import step_parts, training
+from jaxlora.profile import training
 from jaxlora.profile.tokens import Microbatch
 from jaxlora.profile.training import Training
+from scripts.bench.kernel_times import busy_ms, by_kind, ranked, trace
+from scripts.bench.report import needs_gpu
+from scripts.bench.step import peers
+from scripts.bench.step.cases import ROWS, Case, Row, microbatches, result
 
 
 class BaseAlone(Training):
@@ -102,13 +103,6 @@ def measure(
     if row.library == "torch":
         take_device()
         return peers.measure(case, row)
-    with triton_code(case.capability):
-        return _measure_jaxlora(case, row, take_device)
-
-
-def _measure_jaxlora(
-    case: Case, row: Row, take_device: Callable[[], object]
-) -> dict[str, Any]:
     model = case.model_config()
     drawn = microbatches(case, model.vocab_size)
     try:
@@ -135,12 +129,38 @@ def _measure_jaxlora(
         "program_gib": round(training.program_bytes(programs) / training.GIB, 2),
     }
     if case.profile:
-        found["parts"] = step_parts.measure(
-            lambda: trained.start(batches)(),
-            step_parts.Attribution(programs, case.rank),
-            found["step_ms"],
-        )
+        text = programs["step"].as_text() if "step" in programs else None
+        optimizer = text.split(maxsplit=2)[1].rstrip(",") if text else None
+        step = lambda: trained.start(batches)()
+        found["parts"] = parts(step, optimizer, found["step_ms"])
     return found
+
+
+_PROFILED, _SHOWN = 3, 25  # steps of a profile, and kernels that are printed
+
+
+def parts(
+    run: Callable[[], object], optimizer: str | None, step_ms: float
+) -> dict[str, float]:
+    """Returns the milliseconds of each kind of kernels, and of gaps between them.
+
+    Args:
+        run: Runs one step and waits for its end.
+        optimizer: Name of the optimizer's program, whose kernels are a kind of their
+            own; None: there is no optimizer.
+        step_ms: Time of a step without the profiler, which slows the host down.
+    """
+    run()
+    kernels = trace(run, _PROFILED)
+    own = [k.ms for k in kernels if k.module.split("(")[0] == optimizer]
+    rest = [(k.name, k.ms) for k in kernels if k.module.split("(")[0] != optimizer]
+    for name, count, ms in ranked(rest)[:_SHOWN]:
+        line = f"{ms / _PROFILED:9.3f} ms {count // _PROFILED:5} x {name[:80]}"
+        print(line, file=sys.stderr)
+    found = {**by_kind(rest, 6), "optimizer": sum(own)}
+    out = {kind: round(ms / _PROFILED, 3) for kind, ms in found.items()}
+    gaps = step_ms - busy_ms(kernels) / _PROFILED
+    return out | {"gaps": round(max(0.0, gaps), 3)}
 
 
 def plan_row(

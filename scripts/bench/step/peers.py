@@ -7,11 +7,11 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxlora.bench.report import needs_gpu
-from jaxlora.bench.shapes import config_json
-from jaxlora.bench.step.cases import Case, Row, microbatches, result
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.profile.training import GIB, time_steps
+from scripts.bench.report import needs_gpu
+from scripts.bench.shapes import config_json
+from scripts.bench.step.cases import Case, Row, microbatches, result
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ class Part(NamedTuple):
     num_targets: int
 
 
-def missing(row: Row) -> str | None:
-    """Returns which packages the row lacks here, or None."""
+def missing() -> str | None:
+    """Returns which packages are lacking here, or None."""
     needs = ("torch", "transformers", "peft")
     lacking = [name for name in needs if importlib.util.find_spec(name) is None]
     return f"{', '.join(lacking)} not installed" if lacking else None
@@ -38,7 +38,7 @@ def missing(row: Row) -> str | None:
 
 def measure(case: Case, row: Row) -> dict[str, Any]:
     """Returns the row's columns, or only `skipped`: why it cannot run."""
-    reason = missing(row)
+    reason = missing()
     if reason is not None:
         return {"skipped": reason}
     import torch
@@ -49,7 +49,7 @@ def measure(case: Case, row: Row) -> dict[str, Any]:
         return {"skipped": reason}
     device = "cuda" if cuda else "cpu"
     torch.manual_seed(0)
-    model = _model(case, row, device)
+    model = _model(case, device)
     drawn = microbatches(case, model.config.vocab_size)
     dtype = getattr(torch, case.dtype)
     batches = [_parts(m.samples, row.layout, dtype, device) for m in drawn]
@@ -75,7 +75,7 @@ def _queued(step: Callable[[], None], cuda: bool) -> Callable[[], object]:
     return event.synchronize
 
 
-def _model(case: Case, row: Row, device: str):
+def _model(case: Case, device: str):
     import torch
     import transformers
 
@@ -88,17 +88,8 @@ def _model(case: Case, row: Row, device: str):
             config, dtype=dtype, attn_implementation="sdpa"
         )
     model.config.use_cache = False
-    if row.has_adapters:
-        # peft makes adapters in float32, whatever the dtype of the base.
-        model = _with_adapter(model, case).to(dtype)
-    else:
-        model.requires_grad_(False)
-    if row.checkpoints:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-    return model.train()
+    # peft makes adapters in float32, whatever the dtype of the base.
+    return _with_adapter(model, case).to(dtype).train()
 
 
 def _with_adapter(model, case: Case):
@@ -190,20 +181,14 @@ def _step(model, parts: Sequence[Part]) -> Callable[[], None]:
     total = sum(part.num_targets for part in parts)
     trained = [p for p in model.parameters() if p.requires_grad]
     fused = next(model.parameters()).device.type == "cuda"
-    adamw = torch.optim.AdamW(trained, lr=1e-5, fused=fused) if trained else None
+    adamw = torch.optim.AdamW(trained, lr=1e-5, fused=fused)
 
     def step() -> None:
         for part in parts:
-            inputs = dict(part.inputs)
-            if adamw is None:
-                # The base alone runs backward down to its embedded inputs.
-                embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
-                inputs["inputs_embeds"] = embedded.detach().requires_grad_()
-            out = model(**inputs, labels=part.labels, use_cache=False)
+            out = model(**part.inputs, labels=part.labels, use_cache=False)
             (out.loss * (part.num_targets / total)).backward()
-        if adamw is not None:
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            adamw.step()
-            adamw.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
 
     return step

@@ -257,7 +257,6 @@ def test_every_setting_is_in_the_docs(model):
     ("arguments", "says"),
     [
         (["trian"], "invalid choice: 'trian'. Did you mean train?"),
-        (["bench", "kernals"], "Did you mean kernels?"),
         (["zzz"], "(choose from 'train', "),
         (["train", "run.yaml", "--resumee"], "--resumee. Did you mean --resume?"),
         (["train"], "are required: run_file. For example: jaxlora train run.yaml"),

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.pallas_kernels import BACKENDS, Backend
-from jaxlora.pallas_kernels.backends import Producer
 from jaxlora.pallas_kernels.xla import layer as xla
 
 NAME = "reference"
@@ -108,8 +107,10 @@ REFERENCE = Backend(
     forward=forward,
     backward=backward,
     unsupported=xla.unsupported,
-    producer=Producer(produce, unsupported),
+    produce=produce,
+    unsupported_producer=unsupported,
     stores_masks=True,
+    is_plain=True,
     partitionable=True,
 )
 

@@ -99,6 +99,16 @@ def test_strict_says_why_nothing_was_found():
         fuse(linear, strict=True)(x, w, *wide)
 
 
+def test_strict_complains_of_an_adapter_that_is_not_fused():
+    def two(x, w, a, b):
+        return linear(x, w, a, b), (jnp.sin(x) @ a) @ b + x @ w
+
+    x, w, a, b = arguments()
+    assert fuse(two)(x, w, a, b)[0].shape == (T, N)
+    with pytest.raises(FuseError, match="have different x"):
+        fuse(two, strict=True)(x, w, a, b)
+
+
 def test_side_effects_are_named():
     def printing(x, w, a, b):
         jax.debug.print("{}", x.sum())
@@ -156,3 +166,8 @@ def test_a_function_that_is_a_gradient_has_both_passes_rewritten():
     gradient = jax.grad(lambda *args: (linear(*args) ** 2).sum())
     assert primitives(fuse(gradient), *args).count("name=call") == 2
     assert relative_error(fuse(gradient)(*args), gradient(*args)) < 1e-6
+
+
+def test_a_result_may_be_a_constant():
+    fused = fuse(lambda *args: (1.5, linear(*args)), strict=True)
+    assert float(jax.jit(fused)(*arguments())[0]) == 1.5

@@ -7,6 +7,7 @@ from tests.jaxlora.fuse.forms import (  # noqa: F401
     careful_dtypes,
     careful_ids,
     careful_parts,
+    careful_values,
 )
 from tests.jaxlora.fuse.forms.careful import CAREFUL
 from tests.jaxlora.fuse.generator.around import gradient, with_gradients

@@ -160,7 +160,6 @@ OBSTACLES: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
     "dropout of branch": ({"branch": dropped}, "mask is on its result", HOSTS),
     "dropout of base": ({"base": dropped}, "mask is on its frozen", HOSTS),
     "two masks": ({"branch x": dropped}, "several masks", ("dropout",)),
-    "base twice": ({"base": apply(lambda y: 2 * y)}, "multiplied by 2", HOSTS),
     "w of x": (
         {"w": lambda w, p, _: w * jnp.tanh(jnp.mean(p["x"]))},
         "computed from its input",

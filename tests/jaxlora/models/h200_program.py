@@ -28,7 +28,6 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linears
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
-from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.plan.memory.inputs import key_shapes
 from jaxlora.sharding import layerwise
 from tests import h200
@@ -127,7 +126,7 @@ def main() -> None:
     num_layers, out = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     device.num_sms = lambda: 132
     device.device_kind = lambda: "NVIDIA H200"
-    layer.unsupported_device = lambda: None
+    device.unsupported_device = lambda: None
     layerwise.has_symmetric_buffers = lambda: True
     spec = decoder_spec(num_layers)
     devices = np.array(h200.devices(NUM_DEVICES))

@@ -20,7 +20,6 @@ from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.models.division import table_axes, weight_specs
 from jaxlora.models.forward import training_options
 from jaxlora.pallas_kernels.mosaic import hopper as device
-from jaxlora.pallas_kernels.mosaic import layer
 from tests import h200
 from tests.jaxlora.models import h200_program as whole
 
@@ -30,7 +29,7 @@ def main() -> None:
     num_layers, tensor = map(int, sys.argv[1:3])
     device.num_sms = lambda: 132
     device.device_kind = lambda: "NVIDIA H200"
-    layer.unsupported_device = lambda: None
+    device.unsupported_device = lambda: None
     spec = whole.decoder_spec(num_layers, fsdp=1).divided(tensor=tensor)
     devices = np.array(h200.devices(tensor)).reshape(1, 1, tensor)
     placement = StageSharding(mesh=Mesh(devices, ("data", "fsdp", "tensor")))

@@ -14,7 +14,7 @@ from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.mesh.candidates import Search
 from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.run_plan import RunPlan, laid_out
-from jaxlora.scheduler.streams.state import Position
+from jaxlora.scheduler.stream.state import Position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -126,10 +126,10 @@ def test_the_only_checkpoint_is_damaged(run):
         (b'{"a": "\xff"}', "is damaged: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged: maximum recursion"),
         (b'{"format": ' + b"9" * 5000 + b"}", "is damaged: Exceeds the limit"),
-        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 10"),
+        (b'{"format": 5, "layout": {}}', "has format 5, and this version .* format 11"),
         (b"{}", "has format None"),
-        (b'{"format": 10}', "its checksum does not match its contents"),
-        (b'{"format": 10, "a": NaN, "checksum": ""}', "Out of range float values"),
+        (b'{"format": 11}', "its checksum does not match its contents"),
+        (b'{"format": 11, "a": NaN, "checksum": ""}', "Out of range float values"),
     ],
 )
 def test_metadata_that_is_none(run, text, message):
@@ -212,6 +212,17 @@ def test_made_up_metadata(run, change, message):
     is_refused(run, f"(?s){run / 'checkpoints' / '6'}.*{message}.*go on from check")
 
 
+def test_hints_of_older_versions_are_ignored(run):
+    path = run / "checkpoints" / "6" / "run" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["checksum"]
+    hint = {"target": 3, "num_fixed": 0, "num_jobs": 2}
+    meta["stream"]["hint"] = meta["stream"]["state"]["hint"] = hint
+    path.write_text(json.dumps(sealed(meta)))
+    found = read_newest(run / "checkpoints").run
+    assert found.stream == made_run.saved_run().stream
+
+
 def test_the_tensors_of_another_checkpoint(run):
     folder = run / "checkpoints"
     name = "run/tensors.safetensors"
@@ -291,7 +302,7 @@ def test_only_jobs_that_a_checkpoint_has_are_compared(run):
         (lambda text: text.replace("64", "65"), "its checksum does not match"),
         (lambda text: "5" * 5000, "is damaged: Exceeds the limit"),
         (lambda text: "[" * 100_000, "is damaged: maximum recursion"),
-        (lambda text: text.replace('"format": 10', '"format": 8'), "has format 8"),
+        (lambda text: text.replace('"format": 11', '"format": 8'), "has format 8"),
     ],
 )
 def test_a_damaged_run_file(run, change, message):

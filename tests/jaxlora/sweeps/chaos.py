@@ -17,14 +17,15 @@ import sys
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.run.lock import RunLock
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.sweeps.engine import fleet, run
+from jaxlora.sweeps.engine import driver, run
 from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.groups import Group
+from jaxlora.sweeps.engine.launch import Launcher
+from jaxlora.sweeps.engine.launch_ray import joined_cluster
 from jaxlora.sweeps.engine.ledger import Ledger
-from jaxlora.sweeps.engine.local_workers import LocalWorkers
-from jaxlora.sweeps.engine.placement import Group
-from jaxlora.sweeps.engine.ray_workers import joined_cluster
 from jaxlora.sweeps.engine.run import check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
+from jaxlora.sweeps.engine.transport import Workers
 
 FAKE = pathlib.Path(__file__).with_name("fake_worker.py")
 COMMAND = (sys.executable, "-I", "-S", str(FAKE))
@@ -57,9 +58,10 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
     state = SweepState(jobs, rules)
     own = "slots", "steps", "every", "kills", "signal", "pause"
     fake = {key: options[key] for key in own if key in options}
-    fleet._STOPPED_SECONDS = options.get("stopped_seconds", fleet._STOPPED_SECONDS)
+    seconds = options.get("stopped_seconds", driver._STOPPED_SECONDS)
+    driver._STOPPED_SECONDS = seconds
     environ = {"JAXLORA_FAKE": json.dumps(fake)}
-    groups = [
+    made = [
         Group(num_slots=options["slots"], run={"jobs": jobs})
         for _ in range(options["groups"])
     ]
@@ -74,13 +76,13 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
         ledger.dies(after, rng.random() < 0.5)
         check_same_sweep(state, ledger)
         if "ray" not in options:
-            workers = LocalWorkers(COMMAND, [environ] * len(groups))
-            Driver(folder, state, ledger, workers, groups).run()
+            workers = Workers(Launcher(COMMAND, [environ] * len(made)))
+            Driver(folder, state, ledger, workers, made).run()
             return
         os.environ |= environ
-        meshes = [MeshSizes()] * len(groups)
-        with joined_cluster(options["ray"], COMMAND, meshes) as found:
-            Driver(folder, state, ledger, found, groups).run()
+        meshes = [MeshSizes()] * len(made)
+        with joined_cluster(options["ray"], COMMAND, meshes) as launcher:
+            Driver(folder, state, ledger, Workers(launcher), made).run()
 
 
 def main() -> None:

@@ -14,10 +14,11 @@ import json
 import os
 import pathlib
 import random
-import select
 import signal
+import sys
 import threading
 import time
+from multiprocessing.connection import Client
 
 
 def next_hash(state: str, name: str, step: int) -> str:
@@ -32,7 +33,11 @@ def loss_of(name: str, step: int) -> float:
 class Worker:
     def __init__(self):
         self.options = json.loads(os.environ["JAXLORA_FAKE"])
-        self.rest, self.is_open = b"", True
+        self.is_open, self.sending = True, threading.Lock()
+        door = json.load(sys.stdin)
+        key = bytes.fromhex(door["key"])
+        self.connection = Client(tuple(door["address"]), "AF_INET", key)
+        self.connection.send_bytes(b"%d" % door["number"])
         self.run, self.held, self.moving = {}, set(), set()
         self.verdicts, self.judged, self.asked = {}, 0, 0
         self.waiting = []
@@ -42,26 +47,27 @@ class Worker:
 
     def send(self, kind, **fields):
         try:
-            os.write(1, json.dumps({"kind": kind, **fields}).encode() + b"\n")
-        except BrokenPipeError:
+            with self.sending:
+                self.connection.send_bytes(f"{kind} {json.dumps(fields)}".encode())
+        except OSError:
             self.is_open = False
 
     def receive(self, waits):
-        if not waits and not select.select([0], [], [], 0)[0]:
-            return
-        data = os.read(0, 1 << 20)
-        if not data:
+        try:
+            while waits or self.connection.poll():
+                waits = False
+                kind, _, fields = self.connection.recv_bytes().partition(b" ")
+                message = kind.decode(), json.loads(fields)
+                if kind in (b"Verdict", b"Judged"):  # also while it evaluates
+                    self.follow(message)
+                else:
+                    self.waiting.append(message)
+        except (OSError, EOFError):
             self.is_open = False
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if message["kind"] in ("Verdict", "Judged"):  # also while it evaluates
-                self.follow(message)
-            else:
-                self.waiting.append(message)
 
     def follow(self, message):
-        getattr(self, "on_" + message.pop("kind").lower())(**message)
+        kind, fields = message
+        getattr(self, "on_" + kind.lower())(**fields)
 
     def on_begin(self, run):
         self.folder = pathlib.Path(run["output_dir"])
@@ -80,7 +86,8 @@ class Worker:
     def on_give(self, name, sources, settings):
         if settings is not None:
             if "bad" in name:
-                self.send("Refused", name=name, reason="it is bad")
+                progress = {"status": "failed", "reason": "it is bad"}
+                self.send("Ended", name=name, progress=progress)
                 return
             self.send("Ready", jobs=[self.facts(name)])
         step, state, origin = 0, "", None
@@ -112,19 +119,20 @@ class Worker:
             self.end(name, "stopped", reason)
         elif action == "pause":
             self.held.add(name)
-        else:
+        elif action == "resume":
             self.held.discard(name)
-
-    def on_release(self, name):
-        self.moving.add(name)
-        self.save()
-
-    def on_drop(self, name):
-        self.run.pop(name, None)
-        self.moving.discard(name)
+        elif action == "release":
+            self.moving.add(name)
+            self.save()
+        elif action == "drop":
+            self.run.pop(name, None)
+            self.moving.discard(name)
 
     def on_finish(self):
         self.is_finishing = True
+
+    def on_end(self):
+        self.is_open = False
 
     # ---- training ------------------------------------------------------------------
 

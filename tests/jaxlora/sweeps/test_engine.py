@@ -1,29 +1,36 @@
 """The driver of a sweep over groups: requests, refusals, and what a worker may do."""
 
+import pathlib
 import random
+import re
+import socket
 import sys
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 
 import pytest
 
 from jaxlora import RunConfig, Sweep
+from jaxlora.common import atomic
 from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.errors import CheckpointError, ConfigError, ProcessError
 from jaxlora.run.folder import SWEEP_LEDGER, check_folder
+from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.live.client import send
 from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import RunLock
 from jaxlora.sweeps import suggesting
-from jaxlora.sweeps.engine import fleet
+from jaxlora.sweeps.engine import driver as driving
 from jaxlora.sweeps.engine import messages as m
-from jaxlora.sweeps.engine.desk import Desk
-from jaxlora.sweeps.engine.driver import Driver, keep_adapter
+from jaxlora.sweeps.engine.driver import Driver
+from jaxlora.sweeps.engine.groups import Group, choose, keep_adapter, moves
+from jaxlora.sweeps.engine.launch import Launcher, Lost
 from jaxlora.sweeps.engine.ledger import Ledger
-from jaxlora.sweeps.engine.local_workers import Worker
-from jaxlora.sweeps.engine.placement import Group, choose, moves
-from jaxlora.sweeps.engine.run import check_same_sweep
+from jaxlora.sweeps.engine.requests import Requests, clone, pause, resume, stop
+from jaxlora.sweeps.engine.run import _open, check_same_sweep
 from jaxlora.sweeps.engine.state import SweepState
-from jaxlora.sweeps.engine.workers import Lost, Workers
+from jaxlora.sweeps.engine.transport import Workers
 from jaxlora.sweeps.suggesting import Suggestions
 from tests.jaxlora.sweeps.fake_worker import loss_of
 
@@ -114,16 +121,16 @@ class InstantWorkers(Workers):
                     self.paused.add(name)
                 case m.Ask(action="resume", name=name):
                     self.paused.discard(name)
-                case m.Release(name=name):
+                case m.Ask(action="release", name=name):
                     self.moving.add(name)
-                case m.Finish():
+                case m.Finish() | m.End():
                     self.finished.add(group)
 
     def receive(self, timeout):
         out = []
         for group in self.ready:
-            facts = [{"name": name, "num_steps": STEPS} for name in self.names]
-            out.append((group, m.Ready(jobs=facts)))
+            facts = [m.JobFacts(name=name, num_steps=STEPS) for name in self.names]
+            out.append((group, m.Ready(jobs=tuple(facts))))
         self.ready = []
         for group, held in list(self.held.items()):
             if self.dies or group in self.finished:
@@ -150,15 +157,16 @@ class InstantWorkers(Workers):
                 yield self.end(name, "stopped early", verdict.stop[1])
             elif "bad" in name:
                 held.remove(name)
-                yield m.Refused(name=name, reason="it is bad")
+                progress = JobProgress(status="failed", reason="it is bad")
+                yield m.Ended(name=name, progress=progress)
             elif not (name in self.paused or (verdict and verdict.waits)):
                 if step == STEPS:
                     held.remove(name)
                     yield self.end(name, "finished", "all steps are done")
                     return
                 self.steps[name] = step + 1
-                point = [name, step + 1, loss_of(name, step + 1), self.value(name)]
-                yield m.Evaluated(number=1, points=[point])
+                point = name, step + 1, loss_of(name, step + 1), self.value(name)
+                yield m.Evaluated(number=1, points=(point,))
                 return
 
     def value(self, name):
@@ -166,13 +174,14 @@ class InstantWorkers(Workers):
         return None
 
     def end(self, name, status, reason):
-        progress = {"status": status, "reason": reason, "step": self.steps[name]}
-        progress |= {"best_eval": loss_of(name, self.steps[name])}
-        progress |= {"best_metric": self.value(name)}
-        return m.Ended(name=name, progress=progress, folder=None)
-
-    def interrupt(self, group):
-        self.finished.add(group)
+        progress = JobProgress(
+            status=status,
+            reason=reason,
+            step=self.steps[name],
+            best_eval=loss_of(name, self.steps[name]),
+            best_metric=self.value(name),
+        )
+        return m.Ended(name=name, progress=progress)
 
     def kill(self, group):
         self.killed.append(group)
@@ -245,12 +254,12 @@ def test_requests(make, tmp_path):
         ControlRequest(action="add", job="bad", settings=job | {"name": "bad"}),
         ControlRequest(action="add", job="x", settings={"name": "x"}),
     ]
-    driver, desk = make(), Desk(tmp_path)
+    driver, takes = make(), Requests(tmp_path)
 
     def each_round(driver):
         if not asked:
             asked.extend(map(mailbox.post, requests))
-        desk(driver)
+        takes(driver)
         for name in asked:
             if (found := mailbox.take_answer(name)) is not None:
                 answers[name] = found
@@ -273,9 +282,9 @@ def test_requests(make, tmp_path):
     # The next start continues the paused one, and has the job that was added.
     second = make()
     with pytest.raises(ConfigError, match="has ended: all steps are done"):
-        second.stop("late", "")
+        stop(second, "late", "")
     assert send(tmp_path, "resume", "c1").is_accepted
-    second.run(each_round=Desk(tmp_path))
+    second.run(each_round=Requests(tmp_path))
     assert statuses(second)["c1"] == "finished"
 
 
@@ -283,17 +292,17 @@ def copy_of(driver, of: str, **changes) -> str:
     """Copies a configuration that trains; the settings of a test are too few."""
     found = driver.state.configurations[of]
     found.settings = {"data": {"path": "x"}, "eval_fraction": 0.1, **found.settings}
-    return driver.clone(of, {"learning_rate": 1e-3, **changes})
+    return clone(driver, of, {"learning_rate": 1e-3, **changes})
 
 
 def test_a_copy_starts_in_the_group_of_its_configuration(make):
     driver = make(jobs=2)
-    driver._fleet.start_due()
+    driver._start_due()
     driver._assign()
     group = driver.state.configurations["c1"].group
     assert copy_of(driver, "c1", name="copy") == "copy"
     with pytest.raises(ConfigError, match=r"copy.*to start as a copy itself"):
-        driver.clone("copy", {"learning_rate": 3e-3})
+        clone(driver, "copy", {"learning_rate": 3e-3})
     with pytest.raises(ConfigError, match="rank: cannot change in a copy"):
         copy_of(driver, "c0", rank=4)
     driver._assign()
@@ -301,12 +310,12 @@ def test_a_copy_starts_in_the_group_of_its_configuration(make):
     assert copy.group == group  # although it has no free slot
     both = copy, driver.state.configurations["c1"]
     assert not any(map(driver.state.may_leave, both))
-    driver._journal.flush()
-    facts = {"name": "copy", "num_steps": STEPS, "clone_step": 3}
-    driver._take([(group, m.Ready(jobs=[facts]))])
+    driver.flush()
+    facts = m.JobFacts(name="copy", num_steps=STEPS, clone_step=3)
+    driver._take([(group, m.Ready(jobs=(facts,)))])
     assert copy.settings["clone_of"] == {"job": "c1", "step": 3}
     assert driver.state["copy"].step == 3  # no rung before it waits for the copy
-    assert driver._journal._outbox[group] == [m.Noted(name="copy")]
+    assert driver._outbox[group] == [m.Ask(action="begin", name="copy")]
     driver._take([(group, m.Saved(name="copy", is_released=False))])
     assert driver.state.may_leave(copy)
 
@@ -314,30 +323,26 @@ def test_a_copy_starts_in_the_group_of_its_configuration(make):
 def test_a_copy_whose_start_is_not_known_starts_again(make):
     """Its worker is lost before the step is in the ledger, or a checkpoint has it."""
     driver = make(jobs=2)
-    driver._fleet.start_due()
+    driver._start_due()
     driver._assign()
     copy_of(driver, "c1", name="copy")
     driver._assign()
     copy, parent = (driver.state.configurations[n] for n in ("copy", "c1"))
     driver._take([(copy.group, Lost(reason="it died"))])
     assert copy.sources == [] and parent.sources and copy not in driver.state.queue()
-    driver.pause("c1", "enough")
-    driver.stop("c0", "enough")
-    driver._end(
-        driver.state.configurations["c0"].group,
-        "c0",
-        {"status": "stopped", "reason": ""},
-        None,
-    )
+    pause(driver, "c1", "enough")
+    stop(driver, "c0", "enough")
+    stopped = JobProgress(status="stopped")
+    driver.note_end(driver.state.configurations["c0"].group, "c0", stopped)
     assert driver.state.is_over()  # both wait for the user
-    driver.resume("c1")
+    resume(driver, "c1")
     assert not driver.state.is_over() and not driver.state.copies()
-    driver._fleet.start_due()
+    driver._start_due()
     driver._assign()
     driver._assign()
     assert copy.group == parent.group is not None
     # Where the other one has ended, a worker looks whether a checkpoint has the copy.
-    driver._end(parent.group, "c1", {"status": "finished", "reason": ""}, None)
+    driver.note_end(parent.group, "c1", JobProgress(status="finished"))
     driver._take([(copy.group, Lost(reason="it died"))])
     assert driver.state.queue() == [copy]
 
@@ -413,15 +418,41 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
     driver = make(workers=InstantWorkers(dies=5))
     assert not driver.run() and set(statuses(driver).values()) == {"finished"}
     assert [group.is_given_up for group in driver.groups] == [True, False]
-    monkeypatch.setattr(fleet, "_MOST_FAILURES", 2)
+    monkeypatch.setattr(driving, "_MOST_FAILURES", 2)
     with pytest.raises(ProcessError, match=r"all 2 groups .* 2 times.*--resume"):
         make(jobs=5, workers=InstantWorkers(dies=99)).run()
+
+
+def test_a_lost_worker_leaves_no_temporary_files(make, tmp_path):
+    """Nobody else writes to its folder again; nor after a driver that was killed."""
+    place = tmp_path / "groups" / "0-1" / "adapters"
+
+    class Dying(InstantWorkers):
+        def start(self, group, folder):
+            if folder == place.parent:
+                leave(place / ".c0.0123abcd.jaxlora-tmp")
+            return super().start(group, folder)
+
+    make(workers=Dying(dies=1)).run()
+    assert place.is_dir() and not list(place.iterdir())
+    left = [
+        leave(p / ".status.json.0123abcd.jaxlora-tmp") for p in (place.parent, tmp_path)
+    ]
+    _open(tmp_path, resume=True).close()
+    assert not any(path.exists() for path in left)
+
+
+def leave(folder: pathlib.Path) -> pathlib.Path:
+    """Makes the temporary folder of a process that was killed."""
+    folder.mkdir(parents=True)
+    (folder / "jaxlora.txt").write_text(atomic._MARK_TEXT)
+    return folder
 
 
 def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
     make, monkeypatch
 ):
-    monkeypatch.setattr(fleet, "_SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(driving, "_SILENT_SECONDS", -1.0)
     workers = InstantWorkers()
     with pytest.raises(ProcessError):
         make(workers=workers).run()
@@ -444,34 +475,94 @@ def test_a_silent_worker_is_killed_and_a_wrong_setting_ends_the_sweep(
 def test_a_driver_that_was_stopped_kills_no_worker(make, monkeypatch):
     """Their signs of life are still to be read."""
     driver = make()
-    driver._fleet.start_due()
-    now = fleet.time.monotonic()
+    driver._start_due()
+    now = driving.time.monotonic()
     for group in driver.groups:
         group.beat = now
-    monkeypatch.setattr(fleet.time, "monotonic", lambda: now + 1000)
-    driver._fleet.start_due()
+    monkeypatch.setattr(driving.time, "monotonic", lambda: now + 1000)
+    driver._start_due()
     assert not driver._workers.killed
-    later = now + 1000 + fleet._STOPPED_SECONDS
+    later = now + 1000 + driving._STOPPED_SECONDS
     for seconds in (-61, -1, 1):  # rounds go on, and nothing comes
-        monkeypatch.setattr(fleet.time, "monotonic", lambda at=later + seconds: at)
+        monkeypatch.setattr(driving.time, "monotonic", lambda at=later + seconds: at)
         assert not driver._workers.killed
-        driver._fleet.start_due()
+        driver._start_due()
     assert driver._workers.killed == [0, 1]
 
 
-def test_a_worker_that_reads_nothing_does_not_block_its_driver(tmp_path):
+DOOR = """
+import json, sys
+from multiprocessing.connection import Client
+door = json.load(sys.stdin)
+link = Client(tuple(door["address"]), "AF_INET", bytes.fromhex(door["key"]))
+link.send_bytes(b"%d" % door["number"])
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Returns a function that starts a worker; it returns the driver's end."""
+    made = []
+
+    def workers(code: str) -> Workers:
+        made.append(Workers(Launcher((sys.executable, "-I", "-c", code), [{}])))
+        assert made[-1].start(0, tmp_path / "groups" / "0-1")
+        return made[-1]
+
+    yield workers
+    for one in made:
+        one.close()
+
+
+def all_of(workers: Workers) -> list:
+    """Returns what comes until the worker is lost."""
+    found = []
+    while not (found and isinstance(found[-1], Lost)):
+        found += [message for _, message in workers.receive(1.0)]
+    return found
+
+
+def test_a_worker_that_reads_nothing_does_not_block_its_driver(start):
     """Its messages wait, in their order, until it does."""
-    code = "import sys, time; time.sleep(0.3); print(sum(1 for _ in sys.stdin))"
-    worker = Worker((sys.executable, "-c", code), tmp_path, {})
-    for _ in range(1000):
-        worker.send(500 * b"x" + b"\n")  # the pipe has room for 65,536
-    lines, is_open = [], True
-    while is_open:
-        found, is_open = worker.read()
-        lines += found
-        if not worker._unsent:
-            worker.interrupt()
-    assert lines == [b"1000"] and "ended with 0" in worker.wait()
+    code = f"{DOOR}sys.stdin.read(); import time; time.sleep(0.3)\n"
+    code += "while link.recv_bytes() != b'Finish {}': pass\n"
+    workers = start(code + "link.send_bytes(b'Alive {}')")
+    long = m.Ask(action="stop", name="c0", reason=10_000 * "x")
+    for _ in range(1000):  # 10 MB: more than a connection has room for
+        workers.send(0, [long])
+    workers.send(0, [m.Finish()])
+    found = all_of(workers)
+    assert found[0] == m.Alive() and "ended with 0" in found[1].reason
+
+
+def test_a_worker_that_does_not_connect_or_sends_something_else_is_lost(start):
+    (lost,) = all_of(start("print('no such module'); raise SystemExit(3)"))
+    assert re.search(
+        r"ended with 3; .*worker.log ends with: no such module", lost.reason
+    )
+    (lost,) = all_of(start(f"{DOOR}link.send_bytes(b'Ended {{}}'); link.recv_bytes()"))
+    assert "signal 9" in lost.reason
+    (lost,) = all_of(start(f"{DOOR}link.send(print); link.recv_bytes()"))  # pickled
+    assert "signal 9" in lost.reason
+
+
+def test_a_worker_that_stops_amid_a_message_does_not_block_its_driver(start):
+    code = f"{DOOR}import os; os.write(link.fileno(), bytes([0, 0, 0, 99, 1]))\n"
+    workers = start(code + "link.recv_bytes()")
+    while not workers._workers[0].is_connected:
+        assert workers.receive(0.1) == []
+    assert workers.receive(0.1) == []
+    workers.kill(0)
+    assert "signal 9" in all_of(workers)[0].reason
+
+
+def test_nobody_connects_without_the_key(start):
+    """Nor does somebody who says nothing keep the worker out."""
+    workers = start(f"{DOOR}link.send_bytes(b'Alive {{}}')")
+    address = workers._listener.address
+    with socket.create_connection(address), pytest.raises(AuthenticationError):
+        Client(address, "AF_INET", b"guessed")
+    assert [type(one) for one in all_of(workers)] == [m.Alive, Lost]
 
 
 def test_an_adapter_that_was_moved_before_a_kill_is_found(tmp_path):
@@ -504,9 +595,9 @@ def test_the_ledger_drops_a_record_that_was_cut_short(make, tmp_path):
 def test_a_run_of_one_process_leaves_a_sweep_alone(make, tmp_path):
     """Without groups, the same run file would begin anew in the same folder."""
     make()
-    for resume in (False, True):
+    for resumes in (False, True):
         with pytest.raises(CheckpointError, match=r"several groups.*with sweep.groups"):
-            check_folder(tmp_path, resume=resume)
+            check_folder(tmp_path, resume=resumes)
 
 
 def test_two_drivers_on_one_folder_are_refused(tmp_path):

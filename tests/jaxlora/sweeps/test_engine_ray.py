@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -20,9 +21,8 @@ from jaxlora.errors import ConfigError
 from jaxlora.run.folder import SWEEP_LEDGER
 from jaxlora.run.lock import LOCK_FILE, RunLock, read_owner
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from jaxlora.sweeps.engine import ray_workers
-from jaxlora.sweeps.engine.messages import decode
-from jaxlora.sweeps.engine.ray_workers import Relay, joined_cluster
+from jaxlora.sweeps.engine import launch_ray
+from jaxlora.sweeps.engine.launch_ray import joined_cluster, run_on_host
 from tests.jaxlora.sweeps.test_engine_kills import check_accounted, options_of
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -41,30 +41,19 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_a_host_with_another_folder_is_refused(tmp_path, monkeypatch):
-    """Here without Ray: an actor looks for the lock of the driver."""
-    monkeypatch.setattr(ray_workers, "_SHARE_SECONDS", 0.0)
+    """Here without Ray: a task looks for the lock of the driver."""
+    monkeypatch.setattr(launch_ray, "_SHARE_SECONDS", 0.0)
+    command = sys.executable, "-c", "import sys; print(sys.stdin.read())"
     folder = tmp_path / "groups" / "0-1"
     with RunLock(tmp_path):
-        relay = Relay(("cat",), str(folder), {}, read_owner(tmp_path / LOCK_FILE))
-        assert not relay._refusal
-        lines, _ = relay.exchange(b"a line\n", True)  # it may have ended by now
-        assert lines == [b"a line"]
         owner = read_owner(tmp_path / LOCK_FILE)
-    relay._worker.wait()
-    other = Relay(("cat",), str(tmp_path / "not" / "here" / "0-1"), {}, owner)
-    (line,), ending = other.exchange(b"", False)
-    failed = decode(line)
-    assert failed.is_final and ending and "do not share output_dir" in failed.reason
-    assert "names nobody" in failed.reason
-
-
-def test_an_actor_without_its_driver_lets_the_process_end(tmp_path, monkeypatch):
-    """It writes a checkpoint then, as at the end of the driver on one host."""
-    monkeypatch.setattr(ray_workers, "_SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(ray_workers, "_LOOK_SECONDS", 0.05)
-    relay = Relay(("cat",), str(tmp_path / "groups" / "0-1"), {}, None)
-    assert relay._worker.process.wait(10) == 0
-    assert relay.exchange(b"", False)[1].endswith("ended with 0")
+        lost = run_on_host(command, folder, {}, b"the door", owner)
+    assert re.search(r"ended with 0; .* ends with: the door", lost.reason)
+    assert not lost.is_final
+    other = tmp_path / "not" / "here" / "0-1"
+    lost = run_on_host(command, other, {}, b"the door", owner)
+    assert lost.is_final and "do not share output_dir" in lost.reason
+    assert "names nobody" in lost.reason and not other.exists()
 
 
 def free_port() -> int:

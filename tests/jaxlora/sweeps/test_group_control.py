@@ -14,7 +14,7 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine import worker
 from jaxlora.sweeps.engine.group_control import GroupControl
-from jaxlora.sweeps.engine.messages import Link
+from jaxlora.sweeps.engine.transport import Link
 from jaxlora.train.job_state import JobState
 
 
@@ -80,6 +80,11 @@ def receive(control: GroupControl, *messages) -> None:
     control.review(control.trainer.jobs)
 
 
+def refused(name: str, reason: str) -> m.Ended:
+    progress = JobProgress(status="failed", reason=reason)
+    return m.Ended(name=name, progress=progress)
+
+
 def settings(name: str) -> dict:
     return {"name": name, "data": {"path": "a"}, "eval_fraction": 0.1}
 
@@ -97,7 +102,7 @@ def test_requests_wait_until_a_configuration_has_joined(control):
     control._opener.shutdown()  # waits until both are read; none is read twice
     receive(control)
     assert control.trainer.asked == [("stop", "c0")]
-    assert control._link.messages == [m.Refused(name="bad", reason="it is bad")]
+    assert control._link.messages == [refused("bad", "it is bad")]
     control.trainer.jobs.append(Job("late"))
     receive(control)
     assert control.trainer.asked == [("stop", "c0"), ("pause", "late")]
@@ -108,7 +113,9 @@ def test_requests_wait_until_a_configuration_has_joined(control):
 def test_a_configuration_without_a_state_is_released_at_once(control):
     receive(control, m.Give(name="c0"), m.Give(name="c1"))
     control.trainer.jobs[1].update(status="running", slot=0)
-    receive(control, m.Release(name="c0"), m.Release(name="c1"))
+    receive(
+        control, m.Ask(action="release", name="c0"), m.Ask(action="release", name="c1")
+    )
     assert control._link.messages == [m.Saved(name="c0", is_released=True)]
     assert not control.wants_checkpoint()
     assert all(map(control.waiting_reason, control.trainer.jobs))
@@ -122,7 +129,7 @@ def test_a_configuration_without_a_state_is_released_at_once(control):
 
 def test_a_configuration_that_is_being_read_may_be_released(control):
     receive(control, m.Give(name="late", settings=settings("late")))
-    receive(control, m.Release(name="late"))
+    receive(control, m.Ask(action="release", name="late"))
     assert control._link.messages == [m.Saved(name="late", is_released=True)]
     assert not control.wants_checkpoint()
     control._opener.shutdown()
@@ -164,7 +171,7 @@ def test_a_copy_without_a_state_is_refused_where_its_job_is_not(control):
     job.prepared.settings = LoraJob.model_validate(copy_settings("copy", "c0"))
     receive(control)
     reason = "c0 has ended, and its copy has no state"
-    assert control._link.messages[-1] == m.Refused(name="copy", reason=reason)
+    assert control._link.messages[-1] == refused("copy", reason)
     assert control.waiting_reason(job) is not None
 
 
@@ -175,7 +182,7 @@ def test_a_damaged_checkpoint_ends_the_sweep(control, monkeypatch, tmp_path):
     (place / "meta.json").write_text("{}")
 
     def train(begin, link, driver):
-        receive(control, m.Give(name="c0", sources=[str(tmp_path)]))
+        receive(control, m.Give(name="c0", sources=(str(tmp_path),)))
 
     monkeypatch.setattr(worker, "train", train)
     driver = worker._Driver()

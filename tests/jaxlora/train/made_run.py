@@ -15,8 +15,7 @@ from jaxlora.run.folder import write_run_record
 from jaxlora.run.identity import RunIdentity
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord, SavedRun, SavedStream
-from jaxlora.scheduler.streams.state import StreamState
-from jaxlora.scheduler.windows.planner import Hint
+from jaxlora.scheduler.stream.state import StreamState
 from jaxlora.train.saved.checkpoint import Checkpoints
 
 K, N, RANK = 6, 5, 2
@@ -73,7 +72,6 @@ NO_STREAM = SavedStream(
     repeated=(),
     state=StreamState(),
     planned=(),
-    hint=Hint(),
     shapes_from=0,
     leaving={},
     at_border=(),

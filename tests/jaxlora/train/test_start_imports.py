@@ -12,7 +12,7 @@ from tests.jaxlora.run import made_events
 # The modules that may import each package, of which a run needs none before its first
 # step, or none at all.
 IMPORTED_BY = {
-    "jax.experimental.mosaic": ("jaxlora.pallas_kernels.mosaic", "jaxlora.bench"),
+    "jax.experimental.mosaic": ("jaxlora.pallas_kernels.mosaic",),
     "jax.experimental.pallas": ("jaxlora.pallas_kernels.mosaic",),
     "jinja2": (
         "jaxlora.data.templates.sandbox",
@@ -20,17 +20,14 @@ IMPORTED_BY = {
     ),
     "matplotlib": (
         "jaxlora.train.report.plot",
-        "jaxlora.fuse",
         "jaxlora.scheduler.picture",
-        "jaxlora.sweeps.picture",
         "jaxlora.scheduler.sweep.report",
         "jaxlora.scheduler.replicas.report",
-        "jaxlora.bench",
     ),
-    "networkx": ("jaxlora.fuse",),
+    "networkx": ("jaxlora.fuse.place",),
     "orbax": ("jaxlora.train.saved.checkpoint",),
     "pulp": (
-        "jaxlora.scheduler.algorithms.lorafusion",
+        "jaxlora.scheduler.papers",
         "jaxlora.scheduler.solver",
         "jaxlora.scheduler.sweep.plora",
         "jaxlora.scheduler.replicas.deploy",
@@ -38,7 +35,6 @@ IMPORTED_BY = {
     ),
     "highspy": ("jaxlora.scheduler.solver",),
     "scipy": (
-        "jaxlora.fuse.regions.candidates",
         "jaxlora.scheduler.calibrate",
         "jaxlora.scheduler.sweep.bound",
         "jaxlora.scheduler.replicas.bound",

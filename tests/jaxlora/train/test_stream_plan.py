@@ -9,7 +9,7 @@ import pytest
 from jaxlora.plan.stream_plan import StreamPlan, StreamTick
 from jaxlora.run.saved_run import SavedStream
 from tests.scheduler.strategies import seeds
-from tests.scheduler.streams.test_stream import KINDS, Mix
+from tests.scheduler.stream.test_stream import KINDS, Mix
 
 NUM_SLOTS = 4
 
@@ -239,15 +239,3 @@ def test_ticks_that_do_not_fit_the_data_are_refused():
         plan = StreamPlan(KINDS["stages"], mix.lengths)
         with pytest.raises(error):
             plan.restore(wrong, one.steps, one.in_slot, "jobs")
-
-
-@pytest.mark.parametrize("kind", ["one device", "stages"])
-def test_what_planning_has_found_is_saved(kind):
-    """It says which targets later stretches try, also where they are the same yet."""
-    course = Course(Mix(0, num_jobs=7), KINDS[kind], lag=8)
-    course.fill_slots()
-    course.tick()
-    found = course.plan.saved("jobs", [])
-    assert found.state.hint.target is not None or found.hint.target is not None
-    again = course.resumed().plan.saved("jobs", [])
-    assert (again.state.hint, again.hint) == (found.state.hint, found.hint)

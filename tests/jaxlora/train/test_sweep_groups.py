@@ -19,10 +19,10 @@ from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.live.status_file import read_status
 from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
-from jaxlora.sweeps.engine.devices import divide
 from jaxlora.sweeps.engine.group_control import GroupControl
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
-from tests.jaxlora.train.swept import write_job
+from jaxlora.sweeps.engine.launch import divide
+from tests.jaxlora.train.runs import run_of, write_swept_job
 from tests.jaxlora.train.thread_workers import ThreadWorkers, use_threads
 
 RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
@@ -31,7 +31,7 @@ RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> LoraJob:
     """Eight steps of one whole microbatch each, so that jobs never share one."""
-    return write_job(tmp_path_factory.mktemp("data"))
+    return write_swept_job(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def make(model, job, tmp_path):
     def config(**settings) -> RunConfig:
         swept = {"parameters": {"learning_rate": list(RATES)}, "groups": 2}
         sweep = Sweep(**swept | settings)
-        return RunConfig(
-            model=str(model.folder),
-            dtype="float32",  # as the model that trains a configuration alone
-            output_dir=str(tmp_path / "run"),
-            jobs=[job],
+        return run_of(
+            model,
+            tmp_path / "run",
+            [job],
+            dtype="float32",
             sweep=sweep,
             max_concurrent_jobs=None if sweep.groups == "auto" else 2,
             microbatch_tokens=128,
@@ -138,11 +138,16 @@ def drivers(workers: list[ThreadWorkers]) -> list:
     return [driver for one in workers for driver in one.drivers.values()]
 
 
+def events_of(folder: pathlib.Path, kind: str, name="metrics.jsonl") -> list[dict]:
+    """Returns the events of one kind in a file of a folder."""
+    lines = (folder / name).read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
 def metrics(config: RunConfig, kind: str) -> list[dict]:
     """Returns the events of one kind, of all workers."""
     paths = pathlib.Path(config.output_dir).glob("groups/*/metrics*.jsonl")
-    lines = [line for path in paths for line in path.read_text().splitlines()]
-    return [e for e in map(json.loads, lines) if e["event"] == kind]
+    return [e for path in paths for e in events_of(path.parent, kind, path.name)]
 
 
 def test_a_sweep_that_was_killed_goes_on(make, model, workers, monkeypatch):
@@ -219,6 +224,11 @@ def test_a_copy_goes_on_from_the_state_of_another(make, model, workers, monkeypa
     assert found["copy"].progress.status == "finished"
     start = found["copy"].clone_of
     assert start.job == name and 1 <= start.step < 40
+    done = [(e["job"], e["step"]) for e in events_of(folder, "step")]
+    assert len(done) == len(set(done)) == 40 + 40 + 40 - start.step
+    dropped = events_of(folder, "step", "metrics_dropped.jsonl")
+    logged = sorted((e["job"], e["step"]) for e in metrics(config, "step"))
+    assert logged == sorted(done + [(e["job"], e["step"]) for e in dropped])
     assert f"copy from step {start.step}" in (folder / "sweep.html").read_text()
     copy = config.jobs[0].replace(name="copy", learning_rate=1e-3, clone_of=start)
     one = config.replace(

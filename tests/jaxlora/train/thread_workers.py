@@ -5,9 +5,10 @@ import pathlib
 import queue
 import threading
 
+from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine import run, worker
-from jaxlora.sweeps.engine.messages import Link, decode, encode
-from jaxlora.sweeps.engine.workers import Lost, Workers
+from jaxlora.sweeps.engine.launch import Lost
+from jaxlora.sweeps.engine.transport import Link, Workers
 
 
 class Killed(BaseException):
@@ -15,7 +16,7 @@ class Killed(BaseException):
 
 
 class ThreadLink(Link):
-    """Passes the messages of one worker on to the driver, as lines."""
+    """Passes the messages of one worker on to the driver, as bytes."""
 
     def __init__(self, group: int, sent: queue.Queue):
         self._group, self._sent, self.is_killed = group, sent, False
@@ -23,7 +24,7 @@ class ThreadLink(Link):
     def send(self, message) -> None:
         if self.is_killed:
             raise Killed
-        self._sent.put((self._group, decode(encode(message))))
+        self._sent.put((self._group, m.decode(m.encode(message))))
 
 
 class ThreadWorkers(Workers):
@@ -54,7 +55,10 @@ class ThreadWorkers(Workers):
 
     def send(self, group: int, messages) -> None:
         for message in messages:
-            self.drivers[group].receive(decode(encode(message)))
+            if isinstance(message, m.End):
+                self.kill(group)
+            else:
+                self.drivers[group].receive(m.decode(m.encode(message)))
 
     def receive(self, timeout: float):
         try:
@@ -68,8 +72,6 @@ class ThreadWorkers(Workers):
     def kill(self, group: int) -> None:
         self.links[group].is_killed = True
         self.drivers[group].control.end()
-
-    interrupt = kill
 
     def close(self) -> None:
         for group, driver in self.drivers.items():

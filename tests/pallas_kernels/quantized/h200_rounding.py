@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxlora.pallas_kernels import Fp8Weight
-from jaxlora.pallas_kernels.reference import base_products_reference
 from tests import h200
+from tests.pallas_kernels.reference import base_products_reference
 
 
 def rounded_weight(w):

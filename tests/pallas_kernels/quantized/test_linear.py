@@ -14,11 +14,9 @@ from jaxlora.pallas_kernels import (
     Projection,
     frozen_linear,
     multi_lora_linear,
-    multi_lora_linear_reference,
     multi_lora_linears,
 )
-from jaxlora.pallas_kernels.reference import multi_lora_linears_reference
-from jaxlora.pallas_kernels.triton import layer as triton
+from jaxlora.pallas_kernels.triton import target as triton
 from tests.oracle import assert_as_accurate_as, relative_error
 from tests.pallas_kernels.problems import (
     AS_FOR_USERS,
@@ -33,6 +31,10 @@ from tests.pallas_kernels.quantized.problems import (
     ragged_problem,
 )
 from tests.pallas_kernels.quantized.weights import dequantized
+from tests.pallas_kernels.reference import (
+    multi_lora_linear_reference,
+    multi_lora_linears_reference,
+)
 
 RESULTS = ("y", "dx", "da", "db")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlora.pallas_kernels import Nf4Weight
-from jaxlora.pallas_kernels.quantized import codebooks
+from jaxlora.pallas_kernels.quantized import nf4
 from tests.pallas_kernels.quantized.weights import dequantized, quantized
 
 
@@ -66,16 +66,16 @@ def random_weight(n=24, k=1088):
 
 
 def test_codebooks():
-    assert np.abs(codebooks.NF4 - quantiles()).max() < 1e-6
-    assert len(np.unique(codebooks.DYNAMIC)) == 256
-    np.testing.assert_allclose(codebooks.DYNAMIC, dynamic_map(), rtol=2e-7)
+    assert np.abs(nf4.NF4 - quantiles()).max() < 1e-6
+    assert len(np.unique(nf4.DYNAMIC)) == 256
+    np.testing.assert_allclose(nf4.DYNAMIC, dynamic_map(), rtol=2e-7)
 
 
 def test_ties_go_to_the_lower_value():
     """bitsandbytes compares with the middle of two values by `>`."""
-    middle = (codebooks.NF4[:-1] + codebooks.NF4[1:]) / 2
+    middle = (nf4.NF4[:-1] + nf4.NF4[1:]) / 2
     above = np.nextafter(middle, np.float32(2))
-    got = codebooks.nearest(codebooks.NF4, jnp.asarray(np.stack([middle, above])))
+    got = nf4.nearest(nf4.NF4, jnp.asarray(np.stack([middle, above])))
     np.testing.assert_array_equal(got, np.arange(15) + np.array([[0], [1]]))
 
 

@@ -15,6 +15,7 @@ from tests.jaxlora.fuse.forms import (  # noqa: F401
     other_inputs,
     other_libraries,
     plain,
+    rescaled,
     variants,
 )
 from tests.jaxlora.fuse.forms.form import FORMS, NEAR_MISSES

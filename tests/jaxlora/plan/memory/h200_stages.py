@@ -20,7 +20,6 @@ from jaxlora.costs.stages import stage_borders
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
-from jaxlora.pallas_kernels.mosaic import layer
 from jaxlora.plan.memory.footprint import StagePrograms
 from jaxlora.plan.stages import (
     MeshStages,
@@ -85,7 +84,7 @@ def main() -> None:
     out, remat, *meshes = sys.argv[1:]
     device.num_sms = lambda: 132
     device.device_kind = lambda: KIND
-    layer.unsupported_device = lambda: None
+    device.unsupported_device = lambda: None
     layerwise.has_symmetric_buffers = lambda: True
     needed = max(MeshSizes.parse(mesh).num_devices for mesh in meshes)
     devices = h200.devices(needed)

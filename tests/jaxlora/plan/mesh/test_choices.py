@@ -16,7 +16,6 @@ import pytest
 
 from jaxlora import RunConfig
 from jaxlora.adapters.targets import ModuleLora
-from jaxlora.bench.shapes import config_json
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, parse_machine
 from jaxlora.forecast.forecast import foretell
 from jaxlora.models.base_format import BaseFormat
@@ -27,6 +26,7 @@ from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.mesh.machine import Machine, this_machine
 from jaxlora.plan.mesh.predict import window_seconds
 from jaxlora.plan.resolve import resolve
+from scripts.bench.shapes import config_json
 from tests.jaxlora.memory_formula import estimated_by_formula
 from tests.jaxlora.train.test_ended_jobs import prepared
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from jaxlora.bench.shapes import config_json
 from jaxlora.config import RunConfig
 from jaxlora.costs.device_profile import estimate, model_digest
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
@@ -16,6 +15,7 @@ from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.mesh.predict import window_seconds
 from jaxlora.plan.stages import MeshStages
 from jaxlora.scheduler import Lanes, Limits, Pipeline, Sample, Schedule, simulate
+from scripts.bench.shapes import config_json
 from tests.jaxlora.costs.test_device_profile import profile
 from tests.jaxlora.plan.mesh.test_choose import SMALL
 from tests.llama import LLAMA_8B, decoder

@@ -3,31 +3,31 @@
 import jax
 import numpy as np
 
-from jaxlora.bench.kernels import benchmark
-from jaxlora.bench.kernels.methods import (
+from scripts.bench.kernels import benchmark
+from scripts.bench.kernels.methods import (
     FROZEN,
     METHODS,
     call,
     operands,
     unsupported,
 )
-from jaxlora.bench.shapes import LARGE, KernelCase, linear_groups, products
+from scripts.bench.shapes import LARGE, KernelCase, linear_groups, products
 
 CASE = KernelCase("small", 512, ((128, (128, 64)),), ranks=(8, 16), rate=0.0)
 
 
 def test_methods_compute_lora_linears():
     """Each adapter has 256 rows of its own; the formula is written out in float32."""
-    (group,), routing = operands(CASE)
+    (group,), block_adapter = operands(CASE)
     x = np.float32(group.x).reshape(2, 256, 128)
     for name in METHODS:
         if unsupported(name, CASE) is not None:
             continue
-        ((one, two),) = jax.jit(call(name, with_gradient=False))([group], routing)
-        for y, (w, a, b) in zip((one, two), group.matrices, strict=True):
-            want = x @ np.float32(w)
+        ((one, two),) = jax.jit(call(name, with_gradient=False))([group], block_adapter)
+        for y, p in zip((one, two), group.projections, strict=True):
+            want = x @ np.float32(p.w)
             if not name.startswith("frozen"):
-                want = want + 2.0 * (x @ np.float32(a)) @ np.float32(b)
+                want = want + 2.0 * (x @ np.float32(p.a)) @ np.float32(p.b)
             error = np.abs(np.float32(y).reshape(want.shape) - want).max()
             assert error < 0.05 * np.abs(want).max(), name
 

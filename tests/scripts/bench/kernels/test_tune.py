@@ -6,13 +6,12 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxlora.bench.kernels import tiles as bench_tiles
-from jaxlora.bench.kernels import tune
 from jaxlora.pallas_kernels.mosaic import tuning
 from jaxlora.pallas_kernels.mosaic.hopper import interpreted
-from jaxlora.pallas_kernels.triton import tiles
+from jaxlora.pallas_kernels.triton import launch as tiles
 from jaxlora.pallas_kernels.triton.target import interpreted as interpreted_triton
 from jaxlora.pallas_kernels.triton.target import present_target
+from scripts.bench.kernels import tune
 from tests.pallas_kernels import triton_interpreter
 
 
@@ -63,10 +62,10 @@ def test_the_kernels_read_what_the_tuner_writes(rows, tmp_path, monkeypatch):
 
 def test_tiles_are_written_where_the_kernels_read_them(monkeypatch, tmp_path):
     times = iter([3.0, 2.0, 1.0, 4.0] * 2)
-    monkeypatch.setattr(bench_tiles, "RANKS", (16,))
-    monkeypatch.setattr(bench_tiles, "SHAPES", ((128, 256),))
-    for kernel, entries in bench_tiles.CANDIDATES.items():
-        monkeypatch.setitem(bench_tiles.CANDIDATES, kernel, entries[:2])
+    monkeypatch.setattr(tune, "RANKS", (16,))
+    monkeypatch.setattr(tune, "SHAPES", ((128, 256),))
+    for kernel, entries in tune.CANDIDATES.items():
+        monkeypatch.setitem(tune.CANDIDATES, kernel, entries[:2])
 
     def device_time(f, given, *, repeats):
         found = next(times)
@@ -79,14 +78,14 @@ def test_tiles_are_written_where_the_kernels_read_them(monkeypatch, tmp_path):
     with interpreted_triton(triton_interpreter.run):
         target = present_target()
         kernels = ("expand", "dual")
-        rows = list(tune.tune(bench_tiles.problems([512], kernels), 1))
+        rows = list(tune.tune(tune.triton_problems([512], kernels), 1))
     path = tmp_path / "tiles.json"
     tune.write(path, tiles.measured_device(target), rows)
     written = tiles.tile_table() | json.loads(path.read_text())
     monkeypatch.setattr(tiles, "tile_table", lambda: written)
     found = tiles.tile_for("expand", target, shape=(512, 128, 256))
-    assert found == tiles.to_tile(bench_tiles.CANDIDATES["expand"][0])
+    assert found == tiles.to_tile(tune.CANDIDATES["expand"][0])
     assert len(rows) == 4 and rows[0]["median_us"] == 5.0
     assert tiles.tile_for("dual", target, rank=16) == tiles.to_tile(
-        bench_tiles.CANDIDATES["dual"][1]
+        tune.CANDIDATES["dual"][1]
     )

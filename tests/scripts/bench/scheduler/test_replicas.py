@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 
-from jaxlora.bench import subjects
-from jaxlora.bench.scheduler import replica_setups, replicas
-from jaxlora.bench.shapes import config_json
+from scripts.bench import __main__ as bench
+from scripts.bench.scheduler import replica_setups, replicas
+from scripts.bench.shapes import config_json
 from tests.jaxlora.memory_formula import estimated_by_formula
 
 TABLES = ("gpu_seconds", "saved", "deployments", "parts", "idle", "bounds", "scaling")
@@ -23,7 +23,7 @@ def test_rows_and_tables(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(replicas, "SCALING", scaling)
     monkeypatch.setattr(replicas.lobra, "_MAX_SOLVED", 1)
     with estimated_by_formula():
-        subjects.run("replicas", ["--quick", "--output-dir", str(tmp_path)])
+        bench.run("replicas", ["--quick", "--output-dir", str(tmp_path)])
     tables = (tmp_path / "replicas.md").read_text()
     assert tables.strip() in capsys.readouterr().out
     parts = dict(zip(TABLES, tables.split("### ")[1:], strict=True))

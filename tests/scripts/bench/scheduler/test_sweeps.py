@@ -2,13 +2,13 @@
 
 import json
 
-from jaxlora.bench import subjects
-from jaxlora.bench.scheduler import sweeps
+from scripts.bench import __main__ as bench
+from scripts.bench.scheduler import sweeps
 
 
 def test_rows_and_tables(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sweeps, "MIXES", sweeps.MIXES[1:2])
-    subjects.run("sweeps", ["--quick", "--output-dir", str(tmp_path)])
+    bench.run("sweeps", ["--quick", "--output-dir", str(tmp_path)])
     tables = (tmp_path / "sweeps.md").read_text()
     assert tables.strip() in capsys.readouterr().out
     models, ranks, bound = tables.split("### ")[1:]

@@ -7,11 +7,12 @@ import signal
 
 import pytest
 
-from jaxlora.bench.step import measure
-from jaxlora.bench.step.cases import FROZEN, PEER, ROWS, Case
 from jaxlora.plan.job import kernel_choice
 from jaxlora.profile import training
 from jaxlora.programs import program
+from scripts.bench.kernel_times import Kernel
+from scripts.bench.step import measure
+from scripts.bench.step.cases import FROZEN, PEER, ROWS, Case
 from tests.scripts.bench.tables import broken_base
 
 TINY = Case(
@@ -78,6 +79,22 @@ def test_gradients_that_are_not_finite_are_not_timed(row, monkeypatch):
     assert found == {"skipped": "the gradients are not finite"}
 
 
+@pytest.mark.parametrize("optimizer", ["jit_step", None])
+def test_kernels_of_the_optimizer_are_a_part(optimizer, monkeypatch, capsys):
+    """Of some kernels, such as products in a CUDA graph, the program is unknown."""
+    runs = [("lora_expand", "jit_pass"), ("nvjet_a", ""), ("fusion", "jit_step(7)")]
+    kernels = [
+        Kernel(name=name, instruction="", module=module, start_ms=2.0 * i, ms=1.0)
+        for i, (name, module) in enumerate(runs * measure._PROFILED)
+    ]
+    monkeypatch.setattr(measure, "trace", lambda run, repeats: kernels)
+    found = measure.parts(lambda: None, optimizer, 4.0)
+    assert found["optimizer"] == (1.0 if optimizer else 0)
+    assert found["frozen products with s B"] == found["XLA's products"] == 1.0
+    assert found["gaps"] == 1.0 and sum(found.values()) == 4.0
+    assert "1 x lora_expand" in capsys.readouterr().err
+
+
 def test_the_time_limit_does_not_count_waiting_for_the_device(tmp_path, monkeypatch):
     waits = []
 
@@ -99,7 +116,7 @@ def test_the_time_limit_does_not_count_waiting_for_the_device(tmp_path, monkeypa
 
 @pytest.mark.live
 @pytest.mark.filterwarnings("default")  # torch and its libraries emit many warnings
-@pytest.mark.parametrize("row", [PEER, "peft, padded", "torch, adapters off"])
+@pytest.mark.parametrize("row", [PEER, "peft, padded"])
 def test_peers(row):
     found = measure.measure(dataclasses.replace(TINY, row=row))
     if importlib.util.find_spec("peft") is None:

@@ -1,0 +1,230 @@
+"""Times the ways to compute a site on the device, where the user asks for it.
+
+The site, with the norm and gate around it, is a program of its own, whose forward and
+backward pass are timed: as XLA compiles it, with the linears in kernels, and with all
+that kernels can compute. Times are not kept beyond the function that was fused.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.core import eval_context
+from jax.extend import core
+
+from jaxlora.errors import ConfigError
+from jaxlora.fuse.place import signature
+from jaxlora.fuse.producers import Part, part_program
+from jaxlora.fuse.site_shape import draws_masks
+from jaxlora.pallas_kernels import compile_program
+
+_SHORTEST_SECONDS = 0.02  # of calls that are timed together
+_NUM_BATCHES = 5
+# The times of ways, by name; or no times, and why.
+Times = tuple[dict[str, float], str | None]
+_USED_UP: Times = {}, "measure_seconds are used up"
+
+
+def time_call(function: Callable[..., Any], arguments: Sequence[Any]) -> float:
+    """Returns the median time of a call in a series of calls, in seconds."""
+
+    def batch(count: int) -> float:
+        start, results = time.perf_counter(), None
+        for _ in range(count):
+            results = function(*arguments)
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / count
+
+    batch(2)
+    count = max(1, round(_SHORTEST_SECONDS / max(batch(2), 1e-7)))
+    return statistics.median(batch(count) for _ in range(_NUM_BATCHES))
+
+
+class Stopwatch:
+    """Times ways until a limit is reached; those of parts that are alike once.
+
+    The programs of a part are compiled at the same time, and timed one after the other
+    when all are compiled: a compiler runs kernels on the device too, and takes the
+    processors that start those that are timed.
+    """
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        *,
+        timer: Callable[[Callable[..., Any], Sequence[Any]], float] = time_call,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Starts with all of its time.
+
+        Args:
+            limit_seconds: Time for compiling and running programs, in all, as a clock
+                on the wall shows it. When it is reached, nothing more is compiled or
+                timed; what is being compiled or timed then may exceed it.
+            timer: Times a call.
+            clock: Measures what is left of the limit.
+        """
+        self._left = limit_seconds
+        self._timer, self._clock = timer, clock
+        self._known: dict[Hashable, Times] = {}
+
+    def times(
+        self,
+        part: Part,
+        ways: Mapping[str, Sequence[Part]],
+        program: Callable[[core.Jaxpr, Sequence[Part]], core.Jaxpr | None],
+    ) -> Times:
+        """Returns the times of the ways to compute a part.
+
+        Args:
+            part: The part, with all that kernels can compute.
+            ways: The calls of the kernels, by the name of the way.
+            program: Puts calls of the kernels into a jaxpr; None: they depend on each
+                other.
+
+        Raises:
+            ConfigError: There are several processes.
+            Exception: A program does not compile or run.
+        """
+        if jax.process_count() > 1:
+            raise ConfigError(
+                "measure_seconds is set, and there are several processes, which might "
+                "choose different kernels. Leave it out, so that the prediction "
+                "decides."
+            )
+        key = signature(part), tuple(map(draws_masks, part.sites)), tuple(ways)
+        if key in self._known:
+            return self._known[key]
+        if "shard_map" in part.site.path:
+            return {}, "linears inside of shard_map are not timed"
+        start = self._clock()
+        try:
+            times = self._timed(part, ways, program, until=start + self._left)
+        finally:
+            self._left -= self._clock() - start
+        if times is not _USED_UP:
+            self._known[key] = times
+        return times
+
+    def _timed(self, part, ways, program, *, until: float) -> Times:
+        if self._clock() >= until:
+            return _USED_UP
+        plain = part_program(part)
+        made = {name: program(plain, parts) for name, parts in ways.items()}
+        with _apart():
+            programs = {
+                name: both_passes(jaxpr, frozen_inputs(part))
+                for name, jaxpr in made.items()
+                if jaxpr is not None
+            }
+            lowered = list(map(_lowered, programs.values()))
+        with ThreadPoolExecutor(len(lowered) or 1, "measure-compile") as pool:
+            compiled = list(pool.map(_compile, lowered))
+        seconds = {}
+        for (name, both), call in zip(programs.items(), compiled, strict=True):
+            if self._clock() >= until:
+                return _USED_UP
+            with _apart():
+                seconds[name] = self._timer(call, both.arguments())
+        return seconds, None
+
+
+def _apart() -> contextlib.AbstractContextManager[None]:
+    """Returns a context apart from the functions that are traced around this one.
+
+    JAX's public context of this kind, `ensure_compile_time_eval`, would also evaluate
+    what Mosaic's kernels compute without arrays, such as the number of a warpgroup.
+    """
+    return eval_context()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BothPasses:
+    """The forward and the backward pass of a program.
+
+    Attributes:
+        function: Takes a list with the program's arguments, and one with the gradients
+            of its results; returns the results and the gradients of what is trained.
+        values: Types of the arguments.
+        gradients: Types of the gradients.
+    """
+
+    function: Callable[..., Any]
+    values: list[jax.ShapeDtypeStruct]
+    gradients: list[jax.ShapeDtypeStruct]
+
+    def arguments(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns random arguments, and gradients."""
+        values = [_random(v, number) for number, v in enumerate(self.values)]
+        return values, [jnp.ones(one.shape, one.dtype) for one in self.gradients]
+
+
+def _lowered(program: BothPasses) -> jax.stages.Lowered:
+    # It is traced here, as the settings of JAX are those of a thread. Not by workers,
+    # as in `lower_program`: JAX keeps the traces of kernels, and the fused function,
+    # which has the same, may also run without being compiled.
+    return jax.jit(program.function).lower(program.values, program.gradients)
+
+
+def _compile(lowered: jax.stages.Lowered) -> Callable[..., Any]:
+    return compile_program(lowered)
+
+
+def both_passes(jaxpr: core.Jaxpr, frozen: set[Any]) -> BothPasses:
+    """Returns both passes of a program, without gradients of frozen inputs."""
+    values = [_type_of(v) for v in jaxpr.invars]
+    trained = [
+        i for i, v in enumerate(jaxpr.invars) if v not in frozen and _is_float(v.aval)
+    ]
+    run = core.jaxpr_as_fun(jaxpr)
+
+    def step(values, gradients):
+        def results(some):
+            every = list(values)
+            for place, value in zip(trained, some, strict=True):
+                every[place] = value
+            return [y for y in run(*every) if _is_float(y)]
+
+        ys, pull = jax.vjp(results, [values[i] for i in trained])
+        return ys, pull(gradients)
+
+    results = jax.eval_shape(lambda *v: run(*v), *values)
+    gradients = [y for y in results if _is_float(y)]
+    return BothPasses(function=step, values=values, gradients=gradients)
+
+
+def _type_of(var: core.Var) -> jax.ShapeDtypeStruct:
+    aval: Any = var.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _is_float(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _random(aval: jax.ShapeDtypeStruct, number: int) -> jax.Array:
+    """Returns an array of a type: random floats, keys or bits, or zeros."""
+    key = jax.random.key(number)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, aval.shape) if aval.shape else key
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        return (jax.random.normal(key, aval.shape) / 16).astype(aval.dtype)
+    if aval.dtype == jnp.uint32:  # a key, or random bits
+        return jax.random.bits(key, aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def frozen_inputs(part: Part) -> set[Any]:
+    """Returns the variables of a part's weights, biases and values of features."""
+    frozen = {v for maker in part.makers for v in maker.features}
+    for site in part.sites:
+        for p in site.projections:
+            operands = (p.w, *p.w_scales, *(() if p.bias is None else (p.bias,)))
+            frozen |= {o.var for o in operands}
+    return frozen

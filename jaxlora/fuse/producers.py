@@ -1,0 +1,331 @@
+"""Norms and gates beside sites, and which of them one call of the kernels computes.
+
+The rule: under `auto`, kernels of norms and gates are taken if the function itself
+draws dropout masks for the linears that they are computed with. A back end that is
+named takes all that it can compute. The times behind the rule are in docs/fuse.md.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxlora.fuse.graph import Graph
+from jaxlora.fuse.kernel_call import inputs_of
+from jaxlora.fuse.makers import Maker, find_maker
+from jaxlora.fuse.row_program import NotRowWise, RowExpression
+from jaxlora.fuse.rows import is_in_blocks
+from jaxlora.fuse.site import Site, SiteProjection
+from jaxlora.fuse.site_shape import draws_masks
+from jaxlora.pallas_kernels import (
+    GivenMask,
+    Projection,
+    RowArguments,
+    unsupported_producer,
+)
+from jaxlora.pallas_kernels.given_mask import num_words
+
+# What is not computed again to make the small inputs of a program.
+_HEAVY = {
+    "dot_general",
+    "ragged_dot_general",
+    "scan",
+    "while",
+    "cond",
+    "custom_vjp_call",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Gate:
+    """A row-wise function of the outputs of one site that makes the input of another.
+
+    Attributes:
+        maker: The function.
+        gradient: From the outputs, and the gradient of its result, to theirs.
+        following: The site whose input it makes.
+    """
+
+    maker: Maker
+    gradient: RowExpression
+    following: Site
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A site, with the row-wise functions before and behind it that one call computes.
+
+    Attributes:
+        site: The site.
+        producer: Makes its input, and s beside it; None: its input is read.
+        gate: Makes the input of another site of its outputs, and s beside it, and in
+            the backward pass ds beside their gradients; None: its outputs are written.
+    """
+
+    site: Site
+    producer: Maker | None = None
+    gate: Gate | None = None
+
+    @property
+    def name(self) -> str:
+        """What the call computes beside linears, or `kernels`."""
+        names = "producer" * bool(self.producer), "gate" * bool(self.gate)
+        return " and ".join(filter(None, names)) or "kernels"
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Its sites."""
+        return (self.site,) if self.gate is None else (self.site, self.gate.following)
+
+    @property
+    def makers(self) -> tuple[Maker, ...]:
+        """Its row-wise functions."""
+        behind = None if self.gate is None else self.gate.maker
+        return tuple(m for m in (self.producer, behind) if m is not None)
+
+    @functools.cached_property
+    def inputs(self) -> tuple[core.Var, ...]:
+        """The variables that it reads, each once."""
+        made = {*self.outputs, *(maker.read for maker in self.makers)}
+        if self.gate is not None:
+            made |= {p.root for p in self.site.projections}
+        found = [v for maker in self.makers for v in maker.inputs]
+        found += [v for site in self.sites for v in inputs_of(site)]
+        return tuple(v for v in dict.fromkeys(found) if v not in made)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[core.Var, ...]:
+        """The variables that it computes."""
+        roots = tuple(p.root for p in self.sites[-1].projections)
+        return *roots, *(maker.x for maker in self.makers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Around:
+    """The row-wise functions around a site that kernels can compute with it.
+
+    Attributes:
+        producer: Makes its input.
+        gate: Makes the input of another site of its outputs.
+        refusal: Why kernels cannot compute what makes its input, or cannot compute it
+            with the linears before; None: they can, or no arithmetic makes it.
+    """
+
+    producer: Maker | None = None
+    gate: Gate | None = None
+    refusal: str | None = None
+
+
+def find_around(sites: Sequence[Site]) -> list[Around]:
+    """Returns what is around each of the sites of one jaxpr."""
+    number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
+    found = [Around() for _ in sites]
+    for after, site in enumerate(sites):
+        maker = find_maker(site, number_of.keys())
+        reason = maker if isinstance(maker, str) else None
+        if isinstance(maker, Maker):
+            reason = _no_producer(maker, site)
+        if reason is not None or not isinstance(maker, Maker):
+            found[after] = dataclasses.replace(found[after], refusal=reason)
+            continue
+        for before in sorted({number_of[v] for v in maker.tiles if v in number_of}):
+            gate = _gate(sites[before], maker, site)
+            if isinstance(gate, Gate):
+                found[before] = dataclasses.replace(found[before], gate=gate)
+            else:
+                reason = gate
+        found[after] = dataclasses.replace(found[after], producer=maker, refusal=reason)
+    return found
+
+
+def parts_of(sites: Sequence[Site], around: Sequence[Around]) -> list[Part]:
+    """Returns parts that compute each site once, with all that is around it.
+
+    Args:
+        sites: The sites of one jaxpr.
+        around: What is around each of them.
+    """
+    parts: list[Part] = []
+    done: set[int] = set()
+    for site, beside in zip(sites, around, strict=True):
+        if id(site) not in done:
+            part = Part(site=site, producer=beside.producer, gate=beside.gate)
+            parts.append(part)
+            done |= set(map(id, part.sites))
+    return parts
+
+
+def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
+    """Returns whether `auto` has kernels compute norms and gates with some linears."""
+    return all(map(draws_masks, sites))
+
+
+def part_program(part: Part) -> core.Jaxpr:
+    """Returns a part as a program of its own, as its author wrote it.
+
+    Dropout masks are drawn in it, and what row-wise functions read of rows is computed
+    in it, if that takes no product.
+    """
+    graph, makers = part.site.graph, part.makers
+    jaxpr = graph.jaxpr
+    roots = {p.root for site in part.sites for p in site.projections}
+    inputs: set[Any] = {v for site in part.sites for v in inputs_of(site)}
+    inputs -= {maker.read for maker in makers} | roots
+    inputs |= {v for maker in makers for v in maker.inputs} - roots
+    inner = frozenset().union(*(each.equations for each in (*makers, *part.sites)))
+    masks = (p.mask for site in part.sites for p in site.projections)
+    small = {m.operand.var for m in masks if m is not None}
+    for var in (small | {v for maker in makers for v in maker.rows}) & inputs:
+        needed, leaves = _behind(graph, [var], inputs - {var})
+        names = {jaxpr.eqns[n].primitive.name for n in needed - inner}
+        is_light = not names & _HEAVY and not any(_is_large(v, inputs) for v in leaves)
+        if needed and is_light:
+            inputs.remove(var)
+    results = [*roots, *(maker.x for maker in makers)]
+    outputs = [v for v in results if graph.is_used_beside(v, inner)]
+    needed, leaves = _behind(graph, outputs, inputs)
+    order = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    place = lambda v: (graph.maker.get(v, -1), order.get(v, len(order)))
+    return jaxpr.replace(
+        constvars=[],
+        invars=sorted(leaves, key=place),
+        outvars=sorted(outputs, key=place),
+        eqns=[jaxpr.eqns[number] for number in sorted(needed)],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def _is_large(var: core.Var, inputs: set[Any]) -> bool:
+    """Returns whether a variable is an array of floats that the part does not read."""
+    aval: Any = var.aval
+    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+    return var not in inputs and is_float and aval.size > 1
+
+
+def _behind(
+    graph: Graph, outputs: Iterable[Any], inputs: set[Any]
+) -> tuple[set[int], list[core.Var]]:
+    """Returns the equations from inputs to outputs, and what they read."""
+    is_read = lambda var: var in inputs or var not in graph.maker
+    found = list(graph.ancestors(outputs, stops=is_read))
+    needed = {graph.maker[var] for var in found if not is_read(var)}
+    return needed, list(filter(is_read, found))
+
+
+def _no_producer(maker: Maker, site: Site) -> str | None:
+    """Returns why kernels cannot compute s beside the input of a site, or None."""
+    others = [v for v in inputs_of(site) if v is not maker.read]
+    if site.graph.depends(others, {maker.x, maker.read}):
+        return "other arrays of its linears are computed from its input"
+    if site.keeps_s:
+        return "the function already is a gradient, which reads s too"
+    if not is_in_blocks(site):
+        return "its rows are sorted or padded for the kernels"
+    return _unsupported(maker.expression, maker, site, [site], is_gradient=False)
+
+
+def _gate(site: Site, maker: Maker, following: Site) -> Gate | str:
+    """Returns the gate that reads an output of a site, or why it is none."""
+    reason = _no_gate(site, maker, following)
+    if reason is not None:
+        return reason
+    try:
+        gradient = maker.expression.gradient(site.dtype)
+    except NotRowWise as found:
+        return f"the gradient of its gate: {found}"
+    reason = _unsupported(gradient, maker, following, [site], is_gradient=True)
+    if reason is not None:
+        return f"the gradient of its gate: {reason}"
+    return Gate(maker=maker, gradient=gradient, following=following)
+
+
+def _no_gate(site: Site, maker: Maker, following: Site) -> str | None:
+    """Returns why the outputs of a site cannot stay within a call, or None."""
+    roots = tuple(p.root for p in site.projections)
+    # Both are in the order of the program.
+    if maker.tiles != roots or maker.rows or maker.features:
+        return "its gate reads more than the outputs of linears that share their input"
+    if any(site.graph.is_used_beside(root, maker.equations) for root in roots):
+        return "the inputs of its gate are also used elsewhere"
+    if not maker.is_closed:
+        return "a value inside of its gate is also used elsewhere"
+    others = [v for v in inputs_of(following) if v is not maker.read]
+    if site.graph.depends(others, {*roots, site.x.var, maker.x, maker.read}):
+        return "other arrays of the linears behind its gate are computed in the region"
+    if site.names.of_s or site.names.of_y:
+        return "the inputs of its gate have names for policies of jax.checkpoint"
+    if not all(_is_plain(p, site) for p in site.projections):
+        return "the inputs of its gate are scaled or added to behind their products"
+    if all(p.w.indices[-1] in site.in_indices for p in site.projections):
+        return "the weights before its gate are stored with output features first"
+    if not is_in_blocks(site) or site.keeps_s:
+        return "the rows before its gate are sorted or padded for the kernels"
+    if _routing(site) != _routing(following):
+        return "the linears before and behind its gate choose adapters differently"
+    return None
+
+
+def _is_plain(p: SiteProjection, site: Site) -> bool:
+    """Returns whether the kernels' own result is the output."""
+    aval: Any = p.root.aval
+    order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
+    held = tuple(i for dim in p.root_dims for i in dim)
+    return not (p.scales or p.rest) and held == order and aval.dtype == site.dtype
+
+
+def _routing(site: Site) -> tuple:
+    """Describes how the rows of a site choose their adapters."""
+    chosen = None
+    if site.selection is not None:
+        chosen = site.selection.var, site.selection.outside, site.selection.is_ragged
+    rows = [site.sizes[i] for i in site.row_indices]
+    slots = [site.sizes[i] for i in site.adapter_indices]
+    backend = site.implementation, site.precision
+    return chosen, slots, rows, site.num_adapters, site.block_tokens, backend
+
+
+def _unsupported(
+    function: RowExpression,
+    maker: Maker,
+    site: Site,
+    sites: Sequence[Site],
+    *,
+    is_gradient: bool,
+) -> str | None:
+    """Returns why the kernels of a site cannot compute a function, or None."""
+    of = jax.ShapeDtypeStruct
+    tile = of((site.num_tokens, site.in_features), site.dtype)
+    arguments = RowArguments(
+        [tile] * function.num_tiles,
+        [of((site.num_tokens,), np.dtype(np.float32))] * function.num_rows,
+        [of((site.in_features,), maker.feature_dtype)] * function.num_features,
+    )
+    return unsupported_producer(
+        function,
+        arguments,
+        [_shapes(p, one) for one in sites for p in one.projections],
+        is_gradient=is_gradient,
+        implementation=site.implementation,
+    )
+
+
+def _shapes(p: SiteProjection, site: Site) -> Projection:
+    """Returns a projection as the kernels get it, with shapes in place of arrays."""
+    of, slots, k = jax.ShapeDtypeStruct, site.num_adapters, site.in_features
+    floats: Any = jnp.float32
+    shapes: dict[str, Any] = {
+        "w": of((k, p.out_features), site.dtype),
+        "a": of((slots, k, p.rank), floats),
+        "b": of((slots, p.rank, p.out_features), floats),
+        "scaling": of((slots,), floats),
+    }
+    mask: GivenMask | None = None
+    if p.mask is not None:
+        words: Any = of((num_words(site.num_tokens), k), jnp.uint32)
+        mask = GivenMask(words, shapes["scaling"])
+    return Projection(**shapes, dropout=mask)

@@ -1,0 +1,176 @@
+"""Starts the processes of workers on this host, each with the devices of its group."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from jaxlora.common.atomic import make_folder
+from jaxlora.errors import ConfigError
+from jaxlora.plan.memory.gpu_share import query_gpus
+from jaxlora.sharding.mesh_sizes import MeshSizes
+
+LOG_FILE = "worker.log"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_TAIL_BYTES = 2000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """A worker has ended, for whatever reason; nothing more comes from it.
+
+    Attributes:
+        reason: Text that says how it ended, as far as that is known.
+        is_final: Whether it would end in the same way again.
+    """
+
+    reason: str
+    is_final: bool = False
+
+
+class Process:
+    """The process of a worker, on this host."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: pathlib.Path,
+        environ: Mapping[str, str],
+        door: bytes,
+    ):
+        """Starts the process.
+
+        It is in a session of its own, so that Ctrl-C reaches the driver alone.
+
+        Args:
+            command: The program and its arguments.
+            folder: Folder for its log, which is made.
+            environ: Environment variables besides those of this process.
+            door: Goes to its standard input, as others cannot see that.
+        """
+        make_folder(folder)
+        self._folder = folder
+        with open(folder / LOG_FILE, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environ},
+                start_new_session=True,
+            )
+        pipe = self._process.stdin
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError), pipe:
+            pipe.write(door)
+
+    def ending(self, seconds: float | None) -> Lost | None:
+        """Returns how it has ended; None if it has not.
+
+        Args:
+            seconds: Time to wait for its end; None: until it comes.
+        """
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        how = (
+            f"was killed by signal {-status}" if status < 0 else f"ended with {status}"
+        )
+        tail = _log_tail(self._folder / LOG_FILE)
+        return Lost(reason=f"process {self._process.pid} {how}{tail}")
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+
+
+def _log_tail(path: pathlib.Path) -> str:
+    """Returns the last line of a worker's log, and where the others are."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"; {path} ends with: {last}" if last else ""
+
+
+class Launcher:
+    """Starts processes on this host.
+
+    Attributes:
+        host: Address at which the processes reach this one.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]):
+        """Makes the object; no process runs.
+
+        Args:
+            command: Program and arguments of every worker.
+            environs: Environment variables of each group, besides the driver's.
+        """
+        self._command, self._environs = tuple(command), environs
+
+    def start(self, group: int, folder: pathlib.Path, door: bytes) -> Process | None:
+        """Starts a process, unless its devices are not there now; then it is None.
+
+        Args:
+            group: Number of the group.
+            folder: Folder of its run, which is made, with the worker's log.
+            door: Goes to its standard input; it says how to connect to the driver.
+        """
+        return Process(self._command, folder, self._environs[group], door)
+
+    def look(self) -> None:
+        """Looks whether processes can be started and go on, in every round.
+
+        Raises:
+            ProcessError: They cannot; raised once.
+        """
+
+
+def divide(
+    meshes: Sequence[MeshSizes], environ: Mapping[str, str] = os.environ
+) -> list[dict[str, str]]:
+    """Returns the environment variables that give each group its devices.
+
+    Without GPUs, or if JAX_PLATFORMS is `cpu`, each group has as many simulated devices
+    as it needs.
+
+    Args:
+        meshes: Mesh of each group.
+        environ: Environment variables of this process.
+
+    Raises:
+        ConfigError: There are fewer GPUs than the groups need.
+    """
+    sizes = [mesh.num_devices for mesh in meshes]
+    gpus = None if environ.get("JAX_PLATFORMS") == "cpu" else _gpus(environ)
+    if gpus is None:
+        return [{"JAX_NUM_CPU_DEVICES": str(size)} for size in sizes]
+    if sum(sizes) > len(gpus):
+        raise ConfigError(
+            f"sweep.groups needs {' + '.join(map(str, sizes))} = {sum(sizes)} GPUs, "
+            f"and this host has {len(gpus)}: {', '.join(gpus) or 'none is visible'}. "
+            f"Give fewer or smaller groups, or more GPUs in {VISIBLE}."
+        )
+    given, first = [], 0
+    for size in sizes:
+        given.append({VISIBLE: ",".join(gpus[first : first + size])})
+        first += size
+    return given
+
+
+def _gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Returns the GPUs that this process may use; None if there are none at all."""
+    visible = environ.get(VISIBLE)
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    found = query_gpus()
+    return None if found is None else [gpu.uuid for gpu in found]

@@ -1,0 +1,274 @@
+"""Connections between the driver of a sweep and its workers, by authenticated sockets.
+
+The driver listens; each worker gets the address and a secret key through its standard
+input, and connects back. Both ends prove that they have the key before a message is
+read. A worker whose connection ends knows that the driver is gone, and the driver that
+the worker is.
+
+One thread for each connection reads, and one writes: a process that is stopped amid a
+message, or reads nothing, must not stop the driver, too.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import queue
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
+
+from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine.launch import Launcher, Lost, Process
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_PEER_SECONDS = 60  # without a sign of the peer's host, after which a connection ends
+_LEAVE_SECONDS = 10.0  # for a process to end when its connection has
+_WAIT_SECONDS = 0.5  # of these, for which nothing else is done
+
+
+class _Worker:
+    """A worker as the driver sees it: its process, and the messages for it."""
+
+    def __init__(self, group: int):
+        self.group = group
+        self.process: Process | None = None
+        self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.is_connected = False
+        self.left = float("inf")  # the time at which its connection ended
+
+
+class Workers:
+    """Starts workers and passes messages; one thread calls the methods.
+
+    At most one worker of a group lives at any time.
+    """
+
+    def __init__(self, launcher: Launcher):
+        """Listens for workers; none runs.
+
+        Args:
+            launcher: Starts their processes.
+        """
+        self._launcher, self._key = launcher, secrets.token_bytes(32)
+        self._listener = Listener((launcher.host, 0), "AF_INET", _BACKLOG)
+        self._is_closed = False
+        self._workers: dict[int, _Worker] = {}  # by group
+        self._started: list[_Worker] = []  # by the number that they say
+        self._found: queue.SimpleQueue[tuple[_Worker, bytes | None]]
+        self._found = queue.SimpleQueue()
+        threading.Thread(target=self._accept, daemon=True, name="accept").start()
+
+    def _accept(self) -> None:
+        """Accepts connections, each of which gets a thread that may wait for it."""
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError as error:  # such as too many open files
+                logger.warning("no worker can connect: %s", error)
+                time.sleep(1.0)
+                continue
+            if self._is_closed:
+                connection.close()
+                self._listener.close()
+                return
+            threading.Thread(
+                target=self._serve, args=(connection,), daemon=True
+            ).start()
+
+    def _serve(self, connection: Connection) -> None:
+        """Reads from a connection until it ends."""
+        with connection:
+            try:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                worker = self._started[int(connection.recv_bytes())]
+            except (OSError, EOFError, AuthenticationError) as error:
+                logger.warning("a connection was refused: %s", error)
+                return
+            watch_peer(connection)
+            worker.is_connected = True
+            writer = threading.Thread(
+                target=_write, args=(connection, worker.outbox), daemon=True
+            )
+            writer.start()
+            with contextlib.suppress(OSError, EOFError):
+                while True:
+                    self._found.put((worker, connection.recv_bytes()))
+            worker.outbox.put(None)
+            writer.join()
+        self._found.put((worker, None))
+
+    def start(self, group: int, folder: pathlib.Path) -> bool:
+        """Starts the worker of a group, unless its devices are not there now.
+
+        Args:
+            group: Number of the group.
+            folder: Folder of its run, which is made, with the worker's log.
+
+        Returns:
+            Whether it was started.
+        """
+        worker, number = _Worker(group), len(self._started)
+        self._started.append(worker)
+        address = self._listener.address
+        door = {"address": address, "key": self._key.hex(), "number": number}
+        worker.process = self._launcher.start(group, folder, json.dumps(door).encode())
+        if worker.process is None:
+            return False
+        self._workers[group] = worker
+        return True
+
+    def send(self, group: int, messages: Sequence[m.ToWorker]) -> None:
+        """Sends messages, which are lost if the worker has ended."""
+        if worker := self._workers.get(group):
+            for message in messages:
+                worker.outbox.put(m.encode(message))
+
+    def receive(self, timeout: float) -> list[tuple[int, m.FromWorker | Lost]]:
+        """Returns what has come, by group, in order of arrival.
+
+        Args:
+            timeout: Seconds to wait if nothing has.
+
+        Raises:
+            ProcessError: Workers cannot be started any more; what follows still comes.
+        """
+        self._launcher.look()
+        came: list[tuple[_Worker, bytes | None]] = []
+        with contextlib.suppress(queue.Empty):
+            came.append(self._found.get(timeout=timeout))
+            while True:
+                came.append(self._found.get_nowait())
+        found: list[tuple[int, m.FromWorker | Lost]] = []
+        for worker, data in came:
+            if self._workers.get(worker.group) is not worker:
+                continue  # it was killed
+            if data is None:
+                worker.is_connected, worker.left = False, time.monotonic()
+                continue
+            try:
+                found.append((worker.group, m.decode(data)))
+            except ValueError as error:
+                logger.warning("group %d is killed: %s", worker.group, error)
+                self.kill(worker.group)
+        for group, worker in list(self._workers.items()):
+            if not worker.is_connected and (lost := _ending(worker)) is not None:
+                del self._workers[group]
+                found.append((group, lost))
+        return found
+
+    def kill(self, group: int) -> None:
+        """Ends a worker at once; it is reported as lost."""
+        if worker := self._workers.get(group):
+            assert worker.process is not None
+            worker.process.kill()
+            worker.is_connected, worker.left = False, time.monotonic()
+
+    def close(self) -> None:
+        """Ends all workers at once."""
+        for group in self._workers:
+            self.kill(group)
+        for worker in self._workers.values():
+            assert worker.process is not None
+            worker.process.ending(_LEAVE_SECONDS)
+        self._workers.clear()
+        self._is_closed = True
+        socket.create_connection(self._listener.address).close()  # `accept` returns
+
+
+def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Writes messages to a connection until there is a None, or it ends."""
+    with contextlib.suppress(OSError):
+        while (data := outbox.get()) is not None:
+            connection.send_bytes(data)
+
+
+def _ending(worker: _Worker) -> Lost | None:
+    """Returns how a worker without a connection has ended; None if it has not."""
+    assert worker.process is not None
+    seconds = time.monotonic() - worker.left
+    if seconds > _LEAVE_SECONDS:
+        worker.process.kill()
+    return worker.process.ending(_WAIT_SECONDS if seconds > 0 else 0.0)
+
+
+def watch_peer(connection: Connection) -> None:
+    """Lets a connection end when the host of the peer has not answered for a while."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", _PEER_SECONDS // 2),
+            ("TCP_KEEPINTVL", _PEER_SECONDS // 6),
+            ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 1000 * _PEER_SECONDS),
+        ):
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Link:
+    """The worker's end: sends, and receives in a thread."""
+
+    def __init__(self, connection: Connection):
+        """Makes the object; `listen` comes next.
+
+        Args:
+            connection: The connection to the driver.
+        """
+        self._connection, self._sending = connection, threading.Lock()
+
+    @staticmethod
+    def of_this_process() -> "Link":
+        """Connects to the driver that the standard input names, which it closes."""
+        door = json.loads(sys.stdin.buffer.read())
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        key = bytes.fromhex(door["key"])
+        connection = Client(tuple(door["address"]), "AF_INET", key)
+        watch_peer(connection)
+        connection.send_bytes(b"%d" % door["number"])
+        return Link(connection)
+
+    def send(self, message: m.FromWorker) -> None:
+        """Sends a message from any thread; it is lost if the driver has ended."""
+        with contextlib.suppress(OSError), self._sending:
+            self._connection.send_bytes(m.encode(message))
+
+    def listen(
+        self, receive: Callable[[m.ToWorker], None], ended: Callable[[], None]
+    ) -> None:
+        """Calls functions from a thread of its own.
+
+        Args:
+            receive: Is called with each message of the driver.
+            ended: Is called when the driver has ended, or wants this process to end.
+        """
+
+        def read() -> None:
+            try:
+                while not isinstance(message := self._receive(), m.End):
+                    receive(message)
+            except (OSError, EOFError):
+                logger.warning("the driver has ended")
+            finally:
+                ended()
+
+        threading.Thread(target=read, daemon=True, name="driver").start()
+
+    def _receive(self) -> m.ToWorker:
+        return m.decode(self._connection.recv_bytes())

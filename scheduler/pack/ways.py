@@ -1,0 +1,245 @@
+"""Plans the next ticks in several ways, and polishes the best of them."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxlora.scheduler.cost import CostModel
+from jaxlora.scheduler.lanes import Lanes, Tick, pooled
+from jaxlora.scheduler.pack.fill import (
+    Fill,
+    PartTick,
+    balanced,
+    evened,
+    fill_ticks,
+    fills,
+    split_ticks,
+)
+from jaxlora.scheduler.pack.jobs import JobQueue
+from jaxlora.scheduler.pack.polish import polished
+from jaxlora.scheduler.pack.ramps import Ramps
+from jaxlora.scheduler.simulate import simulate
+from jaxlora.scheduler.types import Limits, Pipeline, Schedule
+
+# Parts of the capacity of all lanes together that ticks are planned for. It is easier
+# to split ticks that are not full.
+_POOL_PARTS = (1.0, 0.95)
+# Fillings that are polished.
+_NUM_POLISHED = 2
+# Polishing the ticks of more lanes takes long.
+_MAX_POLISHED_LANES = 8
+# Full ticks by which the way to plan many is chosen.
+_FIRST_TICKS = 96
+
+
+def drains(pipeline: Pipeline, cost: CostModel) -> bool:
+    """Whether the sizes of microbatches matter where a pipeline fills and drains.
+
+    Nothing drains between two batches with a distance below the number of stages.
+    """
+    return 1 < pipeline.num_stages <= pipeline.distance and not cost.is_flat
+
+
+def polishes(lanes: Lanes, cost: CostModel) -> bool:
+    """Whether ticks are polished."""
+    few = lanes.num_lanes <= _MAX_POLISHED_LANES
+    return few and drains(lanes.pipeline, cost)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ahead:
+    """What is known around the ticks to plan.
+
+    Attributes:
+        first_tick: Number of the first of them.
+        before: The ticks before it that share the pipeline with it, whose samples are
+            not of the jobs to plan.
+        most_work: Work after which no further tick begins; infinity: all is planned.
+        most_ticks: Number of ticks after which no further one begins.
+        work_left: Work of all jobs; infinity if it is more than `most_work`.
+    """
+
+    first_tick: int = 0
+    before: Sequence[Tick] = ()
+    most_work: float = math.inf
+    most_ticks: float = math.inf
+    work_left: float = math.inf
+
+
+# Planned ticks, and those planned behind them, which only serve to judge and polish
+# them.
+_Plan = tuple[list[PartTick], list[PartTick]]
+
+
+def plan_ticks(
+    queue: JobQueue,
+    limits: Limits,
+    lanes: Lanes,
+    cost: CostModel,
+    ahead: Ahead = Ahead(),
+    *,
+    everywhere: bool = False,
+) -> list[Tick]:
+    """Plans ticks in several ways; returns those that do their work first.
+
+    Args:
+        queue: The jobs, which stay as they are.
+        limits: Limits of a microbatch.
+        lanes: The lanes.
+        cost: Times of a microbatch on one lane.
+        ahead: What is known around the ticks.
+        everywhere: Whether to polish all ticks, and not only those where the pipeline
+            fills and drains.
+    """
+    args = limits, lanes, cost
+    plans = [way.plan(queue.copy(), *args, ahead) for way in _ways(*args, ahead)]
+    if polishes(lanes, cost):
+        waits = {job: tick - ahead.first_tick for job, tick in queue.ready().items()}
+        for i in _ranked(plans, *args, ahead.before)[:_NUM_POLISHED]:
+            ticks, behind = plans[i]
+            better = polished(
+                *(ticks, *args),
+                before=ahead.before,
+                after=behind,
+                earliest={job: wait for job, wait in waits.items() if wait > 0},
+                everywhere=everywhere,
+            )
+            plans.append((better, behind))
+    best, _ = plans[_ranked(plans, *args, ahead.before)[0]]
+    return list(balanced(best, lanes.num_lanes))
+
+
+def plan_many_ticks(
+    queue: JobQueue, limits: Limits, lanes: Lanes, cost: CostModel
+) -> list[Tick]:
+    """Plans all ticks in the way that is the best for the first ones.
+
+    This takes less time than `plan_ticks`, by which ticks are shorter.
+
+    Args:
+        queue: The jobs, which are advanced to their ends.
+        limits: Limits of a microbatch.
+        lanes: The lanes.
+        cost: Times of a microbatch on one lane.
+    """
+    args = limits, lanes, cost
+    work = _FIRST_TICKS * lanes.num_lanes * limits.capacity
+    ahead = Ahead(most_work=work, most_ticks=4 * _FIRST_TICKS)
+    ways = _ways(*args, ahead)
+    plans = [way.plan(queue.copy(), *args, ahead) for way in ways]
+    ticks, _ = ways[_ranked(plans, *args, ())[0]].plan(queue, *args, Ahead())
+    return list(balanced(ticks, lanes.num_lanes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Way:
+    """A way to plan ticks.
+
+    Attributes:
+        fill: How to fill them.
+        limits: Limits of a microbatch, or of one on all lanes together.
+        lanes: The lanes, or one in the place of all of them.
+        ramps: Splits batches that run alone.
+    """
+
+    fill: Fill
+    limits: Limits
+    lanes: Lanes
+    ramps: Ramps | None
+
+    def plan(
+        self,
+        queue: JobQueue,
+        limits: Limits,
+        lanes: Lanes,
+        cost: CostModel,
+        ahead: Ahead,
+    ) -> _Plan:
+        """Plans ticks of a queue, which is advanced."""
+        args, n = (queue, self.limits, self.lanes), lanes.num_lanes
+        ticks = fill_ticks(
+            *args,
+            self.fill,
+            first_tick=ahead.first_tick,
+            most_work=ahead.most_work,
+            most_ticks=ahead.most_ticks,
+            work_left=ahead.work_left,
+            ramps=self.ramps,
+        )
+        behind: list[PartTick] = []
+        if queue and drains(lanes.pipeline, cost):
+            behind = fill_ticks(
+                *args,
+                Fill(target=self.fill.target),
+                first_tick=ahead.first_tick + len(ticks),
+                most_ticks=lanes.pipeline.num_stages,
+                ramps=self.ramps,
+            )
+        both = []
+        for some in (ticks, behind):
+            if self.lanes.num_lanes < n:
+                together = (list(itertools.chain(*tick)) for tick in some)
+                some = split_ticks(together, limits, n, cost)
+            both.append([evened(tick, limits, n, cost) for tick in some])
+        return both[0], both[1]
+
+
+def _ways(limits: Limits, lanes: Lanes, cost: CostModel, ahead: Ahead) -> list[_Way]:
+    n, pipeline = lanes.num_lanes, lanes.pipeline
+    grounds = [(limits, lanes, cost)]
+    for part in _POOL_PARTS if n > 1 and not cost.is_flat else ():
+        pooled_limits, pooled_cost = pool(limits, n, cost, part)
+        grounds.append((pooled_limits, Lanes(pipeline=pipeline), pooled_cost))
+    begins, ends = not any(map(any, ahead.before)), ahead.work_left < math.inf
+    out = []
+    for own_limits, own_lanes, own_cost in grounds:
+        ramps = None
+        if own_lanes.num_lanes == 1 and drains(pipeline, own_cost):
+            ramps = Ramps(own_limits, pipeline, own_cost)
+        for fill in fills(own_limits, pipeline, own_cost, begins=begins, ends=ends):
+            out.append(_Way(fill=fill, limits=own_limits, lanes=own_lanes, ramps=ramps))
+    return out
+
+
+def pool(
+    limits: Limits, num_lanes: int, cost: CostModel, part: float
+) -> tuple[Limits, CostModel]:
+    """Returns limits and costs of one lane that is as fast as all of them.
+
+    Args:
+        limits: Limits of a microbatch.
+        num_lanes: Number of lanes.
+        cost: Times of a microbatch on one lane.
+        part: Part of the lanes' capacity that a tick may fill. It is easier to split
+            ticks that are not full.
+    """
+    together, pooled_cost = pooled(limits, cost, num_lanes)
+    capacity = int(part * together.capacity) // limits.block_tokens
+    capacity = max(limits.capacity, capacity * limits.block_tokens)
+    return dataclasses.replace(together, capacity=capacity), pooled_cost
+
+
+def _ranked(
+    plans: Sequence[_Plan],
+    limits: Limits,
+    lanes: Lanes,
+    cost: CostModel,
+    before: Sequence[Tick],
+) -> list[int]:
+    """Returns the places of plans; the first to finish the common work leads."""
+    n, works, times = lanes.num_lanes, [], []
+    for ticks, behind in plans:
+        tokens = [sum(s.num_tokens for m in t for s in m) for t in ticks]
+        works.append(np.cumsum(tokens))
+        padded = [(*t, *((),) * (n - len(t))) for t in (*before, *ticks, *behind)]
+        schedule = Schedule(microbatches=tuple(itertools.chain(*padded)), limits=limits)
+        run = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
+        # A tick is done when the first stage has run it backward.
+        first = len(before)
+        times.append(run.backward_end[0, first : first + len(ticks)])
+    common = min(work[-1] for work in works)
+    time = [float(np.interp(common, w, t)) for w, t in zip(works, times, strict=True)]
+    return sorted(range(len(plans)), key=time.__getitem__)

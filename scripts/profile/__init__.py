@@ -1,1 +1,0 @@
-"""Profiles of compiled programs: kernels, their origins and their memory traffic."""

@@ -1,0 +1,115 @@
+"""Plans of the benchmark's kinds of jobs stay as short as they were measured."""
+
+import pytest
+
+from jaxlora.bench.scheduler.benchmark import KINDS
+from jaxlora.scheduler import (
+    AffineCost,
+    CostModel,
+    Lanes,
+    Limits,
+    Pipeline,
+    Schedule,
+    lower_bound,
+    pack_ticks,
+    simulate,
+)
+from jaxlora.scheduler.stream.state import Position, Rules, StreamState
+from jaxlora.scheduler.stream.stream import next_stretch
+
+BLOCK = 64
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "num_stages", "kind", "most"),
+    [
+        (1, 4, "1 job", 1.121),
+        (1, 4, "4 jobs, heavy tail", 1.051),
+        (1, 4, "4 jobs, batches of 1", 1.49),
+        (2, 4, "1 job", 1.1),
+        (2, 4, "4 jobs, heavy tail", 1.27),
+        (8, 1, "4 jobs", 1.018),
+    ],
+)
+def test_makespans_over_the_bound(num_lanes, num_stages, kind, most):
+    samples, n = KINDS[kind].samples(), num_lanes
+    limits = Limits(capacity=KINDS[kind].capacity, block_tokens=BLOCK)
+    lanes = Lanes(data=n, pipeline=Pipeline.one_f_one_b(num_stages))
+    cost = CostModel.uniform(
+        num_stages,
+        forward=AffineCost(base=256.0, per_token=1.0, per_square=2e-5),
+        backward=AffineCost(base=256.0, per_token=1.0, per_square=5e-5),
+    )
+    packed = pack_ticks(samples, limits, "joint", lanes, cost)
+    found = simulate(packed, cost, lanes.pipeline, num_lanes=n).makespan
+    bound = lower_bound(samples, limits, lanes.pipeline, cost, num_lanes=n)
+    assert found <= most * bound.makespan
+
+
+def streamed(kind: str, num_lanes: int, num_stages: int, cost: CostModel) -> list:
+    """Returns all ticks of a stream."""
+    batches: dict = {}
+    for s in KINDS[kind].samples():
+        batches.setdefault(s.owner, {}).setdefault(s.batch, []).append(s.num_tokens)
+    lanes = Lanes(data=num_lanes, pipeline=Pipeline.one_f_one_b(num_stages))
+    limits = Limits(capacity=KINDS[kind].capacity, block_tokens=BLOCK)
+    rules, state, ticks = (
+        Rules(limits=limits, lanes=lanes, cost=cost),
+        StreamState(),
+        [],
+    )
+    for job, of_job in batches.items():
+        tokens = sum(map(sum, of_job.values())) / len(of_job)
+        place = {"job": job, "owner": job, "batch": 0, "num_batches": len(of_job)}
+        state = state.with_job(Position(**place, batch_tokens=tokens))
+    lengths = lambda job, batch: batches[job][batch]
+    while (stretch := next_stretch(state, lengths, rules)).ticks:
+        ticks += stretch.ticks
+        state = stretch.after
+    return ticks
+
+
+def shaped(kind: str, num_stages: int, padding: float) -> CostModel:
+    """Returns costs of one compiled shape, whose padding takes a share of the time."""
+    capacity = KINDS[kind].capacity
+    one = AffineCost(
+        base=0.5 * padding * capacity, per_token=0.5 * (1 - padding), per_square=0.0
+    )
+    buckets = (capacity,) if padding == 1 else ()
+    if padding == 1:
+        one = AffineCost(base=0.0, per_token=0.5, per_square=0.0)
+    return CostModel.uniform(num_stages, forward=one, backward=one, buckets=buckets)
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "num_stages", "kind", "num_ticks"),
+    [
+        (1, 1, "4 jobs, heavy tail", 40),
+        (1, 4, "1 job", 36),
+        (1, 8, "1 job ten times 3 others", 171),
+        (2, 1, "16 jobs", 89),
+        (2, 4, "4 jobs", 35),
+        (8, 4, "16 jobs", 32),
+    ],
+)
+def test_ticks_of_streams_are_as_few_as_they_were(
+    num_lanes, num_stages, kind, num_ticks
+):
+    cost = shaped(kind, num_stages, 1.0)
+    assert len(streamed(kind, num_lanes, num_stages, cost)) == num_ticks
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "kind", "most"),
+    [(1, "1 job", 0.88), (1, "4 jobs, batches of 1", 0.69), (2, "1 job", 0.77)],
+)
+def test_the_share_of_padding_makes_streams_shorter(num_lanes, kind, most):
+    true = shaped(kind, 4, 0.24)
+    times = []
+    for cost in (true, shaped(kind, 4, 1.0)):
+        ticks = streamed(kind, num_lanes, 4, cost)
+        limits = Limits(capacity=KINDS[kind].capacity, block_tokens=BLOCK)
+        plan = Schedule(microbatches=tuple(m for t in ticks for m in t), limits=limits)
+        pipeline = Pipeline.one_f_one_b(4)
+        times.append(simulate(plan, true, pipeline, num_lanes=num_lanes).makespan)
+    assert times[0] <= most * times[1]
