@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from jaxlora.bench.scheduler import sweeps
 from jaxlora.scheduler.sweep import (
     AnalyticCosts,
     Configuration,
@@ -25,6 +24,7 @@ from jaxlora.scheduler.sweep.report import (
 )
 from jaxlora.scheduler.sweep.rounds import Kinds, play
 from jaxlora.scheduler.tables import format_seconds
+from scripts.bench.scheduler import sweeps
 from tests.scheduler.strategies import seeds
 from tests.scheduler.sweep.checker import (
     faults,
