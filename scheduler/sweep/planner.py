@@ -106,7 +106,7 @@ def _layouts(kinds: Kinds, known: Iterable[Layout]) -> Iterator[Layout]:
     while waiting:
         layout = waiting.pop(0)
         for degree in sorted(set(layout)):
-            changes = [((degree,), (degree // 2,) * 2)]
+            changes: list[tuple[Layout, Layout]] = [((degree,), (degree // 2,) * 2)]
             if layout.count(degree) > 1:
                 changes.append(((degree,) * 2, (2 * degree,)))
             for gone, come in changes:
