@@ -26,14 +26,14 @@ from jaxlora.scheduler.sweep.rounds import Kinds, Roster, Shape, play
 
 # Makespans of further layouts, over the first one.
 _TARGETS = (1.01, 1.02, 1.05, 1.1, 1.15)
-_MOST_LAYOUTS, _MOST_STARTS = 16, 20
+_MOST_LAYOUTS, _MOST_STARTS = 16, 20  # tried, and annealed
 _GOOD_ENOUGH = 1.005  # over the bound
 # How often annealing plays each configuration, or as many as here; and the layouts that
 # go on.
 _ROUNDS, _MOST_PLAYED = ((160, 6), (800, 2), (3200, 1)), 240
 _HEAT, _COLD = 0.01, 0.0003  # relative rises of the makespan that are accepted
 _FULL = 0.95  # share of the goal up to which similar configurations share a group
-_NEAR = 8
+_NEAR = 8  # groups that end first and get more configurations
 _NORM = 40  # of the ends of all groups, which stands for the makespan
 
 
@@ -85,7 +85,8 @@ def plan_sweep(sweep: Sweep, costs: Costs) -> PlannedSweep:
     size = min(len(sweep.configurations), _MOST_PLAYED)
     for plays, kept in _ROUNDS:
         for one in found:
-            one.anneal(goal, plays * size)
+            if min(other.makespan for other in found) > goal:
+                one.anneal(goal, plays * size)
         found = sorted(found, key=lambda one: one.makespan)[:kept]
     return PlannedSweep(plan=found[0].plan(), bound=bound)
 
@@ -96,7 +97,9 @@ type Layout = tuple[int, ...]  # degrees of the groups, in descending order
 def _layouts(kinds: Kinds, known: Iterable[Layout]) -> Iterator[Layout]:
     """Yields equal groups, and layouts that a split or a merger makes of others."""
     gpus, degrees = kinds.sweep.num_gpus, kinds.degrees
-    equal = [(degree,) * (gpus // degree) for degree in degrees]
+    equal = [
+        (degree,) * (gpus // degree) + _rest(kinds, gpus % degree) for degree in degrees
+    ]
     waiting = list(dict.fromkeys((*known, *equal)))
     seen = set(waiting)
     yield from waiting
@@ -117,6 +120,15 @@ def _layouts(kinds: Kinds, known: Iterable[Layout]) -> Iterator[Layout]:
                     seen.add(new)
                     waiting.append(new)
                     yield new
+
+
+def _rest(kinds: Kinds, gpus: int) -> Layout:
+    """Returns groups of the GPUs that others leave, the widest first."""
+    out: list[int] = []
+    for degree in reversed(kinds.degrees):
+        number, gpus = divmod(gpus, degree)
+        out += [degree] * number
+    return tuple(out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,7 +183,6 @@ def _deal(
     loads = [_Load(shape) for shape in shapes]
     if full > 0:
         i, rest = -1, []
-        more = None
         for kind in left:
             more = None if i < 0 else loads[i].plus(kind, steps[kind])
             if (more is None or more.seconds > full) and i + 1 < len(shapes):
@@ -248,12 +259,8 @@ class _Groups:
             assert dealt is not None, "the program knows what fits"
             degrees += [shape.degree] * number
             queues += dealt
-        idle = kinds.sweep.num_gpus - sum(degrees)
-        for degree in reversed(kinds.degrees):
-            number, idle = divmod(idle, degree)
-            degrees += [degree] * number
-            queues += [[] for _ in range(number)]
-        return cls(kinds, degrees, queues)
+        rest = _rest(kinds, kinds.sweep.num_gpus - sum(degrees))
+        return cls(kinds, [*degrees, *rest], [*queues, *([] for _ in rest)])
 
     @classmethod
     def dealt(cls, kinds: Kinds, layout: Layout, full: float) -> "_Groups | None":
