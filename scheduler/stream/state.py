@@ -86,7 +86,7 @@ class StreamState:
         """
         if any(p.owner == position.owner for p in self.positions):
             raise ValueError(f"slot {position.owner} has a job already.")
-        # Jobs of lower priority may have waited for long, with all of their shares left.
+        # One of lower priority may have waited for long, with all of its share left.
         level = (p for p in self.positions if p.priority == position.priority)
         most = max((p.share for p in level if p.share_per_batch), default=1.0)
         each, first = 1 / (position.num_left / most), 0.0
