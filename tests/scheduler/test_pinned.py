@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxlora.bench.scheduler.benchmark import KINDS
 from jaxlora.scheduler import (
     AffineCost,
     CostModel,
@@ -16,6 +15,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.stream.state import Position, Rules, StreamState
 from jaxlora.scheduler.stream.stream import next_stretch
+from scripts.bench.scheduler.benchmark import KINDS
 
 BLOCK = 64
 
