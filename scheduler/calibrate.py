@@ -44,31 +44,10 @@ def fit_time(points: Sequence[TimePoint]) -> TimeFit:
         ValueError: The points do not determine the three coefficients, or a time is not
             positive and finite.
     """
-    rows = [(1.0, p.tokens, p.squares) for p in points]
-    (base, per_token, per_square), mape = fit_nonnegative(
-        rows, [p.seconds for p in points]
-    )
-    cost = AffineCost(base=base, per_token=per_token, per_square=per_square)
-    return TimeFit(cost=cost, mape=mape)
-
-
-def fit_nonnegative(
-    rows: Sequence[tuple[float, ...]], measured: Sequence[float]
-) -> tuple[list[float], float]:
-    """Fits nonnegative coefficients of the columns of `rows` to measured values.
-
-    Returns:
-        The coefficients, and the mean absolute percentage error, as a fraction.
-
-    Raises:
-        ValueError: The rows do not determine the coefficients, or a measured value is
-            not positive and finite.
-    """
-    x, y = np.array(rows, float), np.array(measured, float)
+    x = np.array([(1.0, p.tokens, p.squares) for p in points], float)
+    y = np.array([p.seconds for p in points], float)
     if not len(y) or y.min() <= 0 or not np.isfinite(y).all():
-        raise ValueError(
-            f"measurements must be positive and finite, got {list(measured)}."
-        )
+        raise ValueError(f"measurements must be positive and finite, got {y.tolist()}.")
     # The columns are normalized, because they differ by orders of magnitude.
     scale = np.abs(x).max(axis=0)
     scale[scale == 0] = 1.0
@@ -81,6 +60,7 @@ def fit_nonnegative(
         )
     # Dividing by the measured value minimizes relative errors, like the reported one.
     solution, _ = scipy.optimize.nnls(x / scale / y[:, None], np.ones_like(y))
-    coefficients = solution / scale
-    mape = float(np.mean(np.abs(x @ coefficients - y) / y))
-    return coefficients.tolist(), mape
+    base, per_token, per_square = (solution / scale).tolist()
+    cost = AffineCost(base=base, per_token=per_token, per_square=per_square)
+    mape = float(np.mean(np.abs(x @ (solution / scale) - y) / y))
+    return TimeFit(cost=cost, mape=mape)

@@ -1,5 +1,6 @@
-"""Draws timelines of a schedule as a Gantt chart."""
+"""Draws bars over time: Gantt charts of schedules, and of plans."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from jaxlora.scheduler.types import Schedule, tokens_by_job
 
 _OPACITY = {"F": 0.45, "B": 1.0, "step": 1.0}
 _STEP_COLOR = "black"
+IDLE_COLOR = "0.85"
 _MAX_COLORS = 20
 
 
@@ -41,29 +43,115 @@ def draw(
             run.
         names: Names of the jobs by number; None: they are `job 0`, `job 1`, ...
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     ticks = ticks_of(schedule.microbatches, num_lanes)
     longest = max(t.makespan for t in timelines.values())
     end = longest if until is None else min(until, longest)
     jobs = sorted({s.owner for m in schedule.microbatches for s in m})
     colors = job_colors(jobs)
-    height = sum(1.2 + 0.7 * t.num_stages for t in timelines.values())
-    figure = Figure(figsize=(14, height), layout="constrained")
-    panels = figure.subplots(len(timelines), squeeze=False)[:, 0]
-    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw_panel(axes, timeline, ticks, colors, end)
-        axes.set_title(
-            f"{title}: {timeline.bubble:.1%} bubble, makespan {timeline.makespan:.4g}"
+    panels = [
+        Panel(
+            title=f"{title}: {timeline.bubble:.1%} bubble, makespan "
+            f"{timeline.makespan:.4g}",
+            bars=_bars(timeline, ticks, colors, end),
+            rows=[f"stage {stage}" for stage in range(timeline.num_stages)],
+            height=1.2 + 0.7 * timeline.num_stages,
         )
-    panels[-1].set_xlabel("time")
+        for title, timeline in timelines.items()
+    ]
+    legend: dict[str, Any] = {}
     # With more jobs than colors, the legend would be ambiguous.
     if 0 < len(jobs) <= _MAX_COLORS:
         if names is None:
             names = {job: f"job {job}" for job in jobs}
-        handles = [Patch(color=colors[j], label=names[j]) for j in jobs]
-        handles.append(Patch(color="0.85", label="bubble"))
+        legend = {names[job]: colors[job] for job in jobs} | {"bubble": IDLE_COLOR}
+    save_panels(panels, path, end=end, unit="time", legend=legend)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar: what one job does on some rows.
+
+    Attributes:
+        left, right: Start and end.
+        low, high: Rows between which it is; row 0 is from -0.5 to 0.5.
+        color: Color, with its opacity if it is not 1.
+    """
+
+    left: float
+    right: float
+    low: float
+    high: float
+    color: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Bars over time, in rows.
+
+    Attributes:
+        title: Title.
+        bars: The bars.
+        rows: Names of the rows; or their number, if they are GPUs.
+        height: Height in inches.
+    """
+
+    title: str
+    bars: Sequence[Bar]
+    rows: Sequence[str] | int
+    height: float
+
+
+def save_panels(
+    panels: Sequence[Panel],
+    path: str | os.PathLike,
+    *,
+    end: float,
+    unit: str,
+    legend: Mapping[str, Any],
+) -> None:
+    """Writes panels of bars, one below the other, on one scale.
+
+    Args:
+        panels: The panels.
+        path: Image file to write. Its suffix selects the format (png, svg, pdf).
+        end: Time at which they end.
+        unit: Label of the axis of time.
+        legend: Colors by their names; none: without a legend.
+    """
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    heights = [panel.height for panel in panels]
+    figure = Figure(figsize=(14, sum(heights)), layout="constrained")
+    all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        corners = [
+            [(b.left, b.low), (b.right, b.low), (b.right, b.high), (b.left, b.high)]
+            for b in panel.bars
+        ]
+        # A thin edge separates adjacent bars of the same job.
+        axes.add_collection(
+            PolyCollection(
+                corners,
+                facecolors=[bar.color for bar in panel.bars],
+                edgecolors="white",
+                linewidths=0.3,
+            )
+        )
+        axes.set_facecolor(IDLE_COLOR)
+        axes.set_xlim(0, max(end, 1e-12))
+        if isinstance(panel.rows, int):
+            num_rows = panel.rows
+            axes.set_ylabel("GPU")
+        else:
+            num_rows = len(panel.rows)
+            axes.set_yticks(range(num_rows), panel.rows)
+        axes.set_ylim(num_rows - 0.5, -0.5)
+        axes.set_title(panel.title)
+    all_axes[-1].set_xlabel(unit)
+    if legend:
+        handles = [Patch(color=color, label=name) for name, color in legend.items()]
         figure.legend(handles=handles, loc="outside right upper")
     figure.savefig(path, dpi=150)
 
@@ -78,28 +166,11 @@ def job_colors(jobs: Sequence[int]) -> dict[int, Any]:
     return {job: palette(i % _MAX_COLORS) for i, job in enumerate(jobs)}
 
 
-def _draw_panel(
-    axes, timeline: Timeline, ticks: list[Tick], colors: dict[int, Any], end: float
-) -> None:
-    from matplotlib.collections import PolyCollection
-
-    bars, faces = _bars(timeline, ticks, colors, end)
-    # A thin edge separates adjacent passes of the same job.
-    axes.add_collection(
-        PolyCollection(bars, facecolors=faces, edgecolors="white", linewidths=0.3)
-    )
-    axes.set_facecolor("0.85")
-    axes.set_xlim(0, max(end, 1e-12))
-    axes.set_ylim(timeline.num_stages - 0.5, -0.5)
-    stages = range(timeline.num_stages)
-    axes.set_yticks(stages, [f"stage {s}" for s in stages])
-
-
 def _bars(
     timeline: Timeline, ticks: list[Tick], colors: dict[int, Any], end: float
-) -> tuple[list[list[tuple[float, float]]], list[tuple[Any, float]]]:
-    """Returns the corners and (color, opacity) of all bars that start before `end`."""
-    bars, faces = [], []
+) -> list[Bar]:
+    """Returns all bars that start before `end`."""
+    bars = []
     parts_of = [tokens_by_job(s for m in tick for s in m) for tick in ticks]
     for p in timeline.passes:
         left, right = p.start - timeline.start, p.end - timeline.start
@@ -112,7 +183,7 @@ def _bars(
         low = p.stage - 0.42
         for color, tokens in parts.items():
             high = low + 0.84 * tokens / total
-            bars.append([(left, low), (right, low), (right, high), (left, high)])
-            faces.append((color, _OPACITY[p.kind]))
+            face = color, _OPACITY[p.kind]
+            bars.append(Bar(left=left, right=right, low=low, high=high, color=face))
             low = high
-    return bars, faces
+    return bars

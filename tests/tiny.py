@@ -3,6 +3,7 @@
 import json
 import pathlib
 import runpy
+from collections.abc import Iterable
 
 import numpy as np
 import safetensors.numpy
@@ -76,6 +77,11 @@ def write_model(
     return folder
 
 
+def write_layers(folder: pathlib.Path, num_layers: int) -> pathlib.Path:
+    """Writes a folder with another number of layers; returns it."""
+    return write_model(folder, config=CONFIG | {"num_hidden_layers": num_layers})
+
+
 def write_records(path: pathlib.Path, count: int, seed: int, longest: int = 60) -> str:
     """Writes JSONL of ragged prompts whose completions repeat them in part.
 
@@ -89,11 +95,15 @@ def write_records(path: pathlib.Path, count: int, seed: int, longest: int = 60) 
         The path as text.
     """
     rng = np.random.default_rng(seed)
-    letters = np.array(list("abcdefgh "))
-    with path.open("w") as file:
-        for _ in range(count):
-            prompt = "".join(rng.choice(letters, rng.integers(3, longest)))
-            completion = prompt[: rng.integers(2, len(prompt) + 1)].upper()
-            record = {"prompt": prompt, "completion": completion}
-            file.write(json.dumps(record) + "\n")
+    letters, records = np.array(list("abcdefgh ")), []
+    for _ in range(count):
+        prompt = "".join(rng.choice(letters, rng.integers(3, longest)))
+        completion = prompt[: rng.integers(2, len(prompt) + 1)].upper()
+        records.append({"prompt": prompt, "completion": completion})
+    return write_jsonl(path, records)
+
+
+def write_jsonl(path: pathlib.Path, records: Iterable[object]) -> str:
+    """Writes a record a line; returns the path as text."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)

@@ -58,7 +58,8 @@ class Explanation:
     Attributes:
         device: Name of the device for which times are predicted.
         sites: The low-rank branches that were found.
-        refusals: Sums that are almost one, and why they are left as they are.
+        refusals: Sums that are almost one, and products with the shape of an adapter
+            that are in none, with the reason why they are left as they are.
     """
 
     device: str

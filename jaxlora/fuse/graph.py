@@ -5,6 +5,19 @@ from typing import Any
 
 from jax.extend import core
 
+# The parameters of primitives that hold jaxprs.
+BODIES = {
+    "checkpoint": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "cond": ("branches",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+}
 RESULT = -1  # stands for the jaxpr's results among the readers of a value
 
 
@@ -16,6 +29,7 @@ class Graph:
         live: Whether a result depends on each equation.
         maker: The number of the equation that computes each variable.
         users: The numbers of the live equations that read each variable, and `RESULT`.
+        added: Equations of further variables, by these.
     """
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
@@ -29,11 +43,14 @@ class Graph:
                     self.users.setdefault(var, []).append(number)
         for var in _variables(jaxpr.outvars):
             self.users.setdefault(var, []).append(RESULT)
+        self.added: dict[core.Var, Any] = {}
 
     def equation(self, atom: Any) -> Any:
         """Returns the equation that computes an atom; None: none does."""
-        is_made = isinstance(atom, core.Var) and atom in self.maker
-        return self.jaxpr.eqns[self.maker[atom]] if is_made else None
+        if not isinstance(atom, core.Var):
+            return None
+        is_made = atom in self.maker
+        return self.jaxpr.eqns[self.maker[atom]] if is_made else self.added.get(atom)
 
     def ancestors(
         self,
@@ -55,8 +72,9 @@ class Graph:
                 continue
             seen.add(var)
             yield var
-            if self.maker.get(var, -1) > after and not stops(var):
-                todo += _variables(self.equation(var).invars)
+            eqn, last = self.equation(var), len(self.jaxpr.eqns)
+            if eqn and self.maker.get(var, last) > after and not stops(var):
+                todo += _variables(eqn.invars)
 
     def depends(self, atoms: Iterable[Any], sources: Collection[Any]) -> bool:
         """Returns whether an atom is one of some sources or computed from one."""

@@ -8,6 +8,7 @@ import jax
 from jax.extend import core, linear_util
 
 from jaxlora.fuse.choose import Choice, Chooser
+from jaxlora.fuse.graph import BODIES
 from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.linears.match import find_sites
 from jaxlora.fuse.measure import Stopwatch
@@ -16,20 +17,6 @@ from jaxlora.fuse.producers import Part
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import Opened, open_calls
 from jaxlora.pallas_kernels import LINEAR_RESULTS
-
-# The jaxprs of the primitives whose bodies are rewritten in place.
-_BODIES = {
-    "checkpoint": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "cond": ("branches",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",),
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "remat2": ("jaxpr",),
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,7 +133,7 @@ class _Rewriter:
         if name == "shard_map":
             return self._with_mapped_body(eqn, path)
         params, inner = dict(eqn.params), []
-        for key in _BODIES.get(name, ()):
+        for key in BODIES.get(name, ()):
             old = eqn.params[key]
             many = old if isinstance(old, tuple | list) else (old,)
             new = [self.rewrite(body, (*path, name)) for body in many]

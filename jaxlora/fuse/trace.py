@@ -12,10 +12,12 @@ from typing import Any
 
 from jax.extend import core, source_info_util
 
+from jaxlora.fuse.graph import BODIES
+
 # A site that one of these wrote is named by the code that called the library.
 _LIBRARIES = {"equinox", "flax", "haiku", "quax", "qwix"}
 _MAX_FRAMES = 32  # between an operation of a library and the code that called it
-_BODY = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+_OPENED = ("closed_call", "jit", "pjit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,12 +88,13 @@ def _open_into(
 
 
 def _is_opened(eqn: Any) -> bool:
-    return eqn.primitive.name in _BODY and not body_of(eqn).constvars
+    return eqn.primitive.name in _OPENED and not body_of(eqn).constvars
 
 
 def body_of(eqn: Any) -> core.Jaxpr:
     """Returns the jaxpr that a call runs."""
-    return eqn.params[_BODY[eqn.primitive.name]]
+    body = BODIES[eqn.primitive.name][0]
+    return eqn.params[body]
 
 
 def source_of(eqn: Any) -> str:

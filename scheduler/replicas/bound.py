@@ -22,7 +22,6 @@ import scipy.optimize
 from jaxlora.scheduler.replicas.problem import Deployment
 
 _BINS = 48  # of lengths, in the linear program
-_PART = 1e-6  # share of a bin that counts
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -33,13 +32,10 @@ class StepBound:
         seconds: No dispatch ends earlier.
         prices: Prices of a second of each kind [kinds]. Samples go to a kind on which
             they are about cheapest.
-        shares: Whether each kind gets a part of the samples of about the length of each
-            sample, where samples can be divided [kinds, samples].
     """
 
     seconds: float
     prices: np.ndarray
-    shares: np.ndarray
 
 
 def step_bound(
@@ -104,7 +100,7 @@ def bound_of(
     """
     kind_of = deployment.kind_of
     if not len(lengths):
-        return StepBound(0.0, np.ones(len(seconds)), np.isfinite(seconds))
+        return StepBound(0.0, np.ones(len(seconds)))
     first = np.array([free[kind_of == i].min() for i in range(len(seconds))])
     alone = float((first[:, None] + seconds).min(axis=0).max())
     distinct, at = np.unique(lengths, return_inverse=True)
@@ -112,7 +108,7 @@ def bound_of(
     bins = bin_numbers(distinct, np.bincount(at), limits, _BINS)[at]
     work = np.stack([np.bincount(bins, row) for row in seconds])
     offsets = np.bincount(kind_of, free)
-    dual, divided = divide(work, np.array(deployment.counts, float), offsets)
+    dual = divide(work, np.array(deployment.counts, float), offsets)
 
     def proved_by(prices: np.ndarray) -> float:
         worth = priced(prices, seconds).min(axis=0).sum()
@@ -122,7 +118,7 @@ def bound_of(
     for other in _speeds(deployment, seconds):
         if (more := proved_by(other)) > t:
             t, prices = more, other
-    return StepBound(max(t, alone), prices, divided[:, bins] > _PART)
+    return StepBound(max(t, alone), prices)
 
 
 def priced(prices: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -166,20 +162,17 @@ def _speeds(deployment: Deployment, seconds: np.ndarray):
             yield prices
 
 
-def divide(
-    seconds: np.ndarray, counts: np.ndarray, offsets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Divides bins of samples among the kinds so that the last replica ends first.
+def divide(seconds: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Prices a second of each kind, as bins of samples are divided among the kinds.
+
+    The linear program divides them so that the last replica ends first, and the prices
+    are its dual solution [kinds].
 
     Args:
         seconds: Seconds of all samples of a bin on each kind; infinite if they do not
             fit [kinds, bins].
         counts: Number of replicas of each kind [kinds].
         offsets: Sum of the seconds at which the replicas of each kind can begin.
-
-    Returns:
-        Price of a second of each kind [kinds], which is the dual solution; and the
-        share of each bin that each kind gets [kinds, bins].
     """
     kinds, bins = np.nonzero(np.isfinite(seconds))
     columns = np.arange(len(kinds))
@@ -201,9 +194,7 @@ def divide(
     )
     if found.status != 0:
         raise RuntimeError(f"HiGHS stopped with {found.message!r}.")
-    shares = np.zeros(seconds.shape)
-    shares[kinds, bins] = found.x[:-1]
-    return np.maximum(0.0, -found.ineqlin.marginals), shares
+    return np.maximum(0.0, -found.ineqlin.marginals)
 
 
 def bin_numbers(

@@ -118,7 +118,8 @@ def useful_kinds(
     """Leaves out kinds that another one can replace in every deployment.
 
     The other has no more GPUs, holds what it holds, and takes no longer for any sample.
-    (LobRA, section 4.2: configuration pruning.)
+    (LobRA, section 4.2: configuration pruning.) A kind that holds no sample is left
+    out, too.
 
     Raises:
         ValueError: There are no samples, or the longest one fits into no replica.
@@ -134,7 +135,9 @@ def useful_kinds(
     ordered = sorted(kinds, key=lambda k: (k.num_gpus, k.cost.base, k.stage))
     kept: list[ReplicaKind] = []
     for kind in ordered:
-        if not any(replaces(a, kind) for a in kept):
+        if np.isfinite(seconds[id(kind)]).any() and not any(
+            replaces(a, kind) for a in kept
+        ):
             kept = [a for a in kept if not replaces(kind, a)] + [kind]
     return tuple(kept)
 

@@ -1,20 +1,18 @@
 """Sends the samples of a step to replicas so that all of them end together.
 
 Longest first, each sample goes to the replica that would end first, among those of the
-kinds that get samples of its length where samples can be divided, or of those on which
-it is about cheapest by the prices of the lower bound. Then samples move off the replica
-that ends last, or change places with shorter ones. This is pure: the same deployment,
-lengths and start give the same replicas.
+kinds on which it is about cheapest by the prices of the lower bound. Then samples move
+off the replica that ends last, or change places with shorter ones. This is pure: the
+same deployment, lengths and start give the same replicas.
 """
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxlora.scheduler.replicas.bound import (
-    StepBound,
     bound_of,
     free_at,
     priced,
@@ -22,7 +20,7 @@ from jaxlora.scheduler.replicas.bound import (
 )
 from jaxlora.scheduler.replicas.problem import Deployment
 
-_TOLERANCE = 0.05  # of prices above the cheapest one
+_TOLERANCE = 0.01  # of prices above the cheapest one
 _CLOSE = 1 + 2e-4  # to the bound; better is not sought
 _MAX_MOVES = 300
 _NUM_RECEIVERS = 4  # replicas of each kind with the least to do, for exchanges
@@ -82,22 +80,17 @@ def dispatch(
     seconds = sample_seconds(deployment, lengths)
     free = free_at(deployment, start)
     bound = bound_of(deployment, seconds, free, lengths)
-    best: _Placement | None = None
-    for may in _ways(seconds, bound):
-        # Those with one kind come first, so that the others fill what they leave. The
-        # longest are the hardest to balance.
-        order = np.lexsort((-lengths, may.sum(axis=0) > 1))
-        found = _place(deployment.kind_of, seconds, free, may, order)
-        if best is None or found.last < best.last:
-            best = found
-        if best.last <= bound.seconds * _CLOSE:
-            break
-    assert best is not None
-    best.improve(bound.seconds * _CLOSE)
+    prices = priced(bound.prices, seconds)
+    may = prices <= (1 + _TOLERANCE) * prices.min(axis=0)
+    replica_of = _place(
+        deployment.kind_of, np.where(may, seconds, np.inf), free, lengths
+    )
+    placed = _Placement(deployment.kind_of, seconds, free, replica_of)
+    placed.improve(bound.seconds * _CLOSE)
     return Dispatch(
         deployment=deployment,
-        replica_of=best.replica_of,
-        ends=best.ends(start),
+        replica_of=placed.replica_of,
+        ends=placed.ends(start),
         bound=bound.seconds,
     )
 
@@ -190,40 +183,30 @@ class _Placement:
             self._load[source] = self._free[source]
 
 
-def _ways(seconds: np.ndarray, bound: StepBound) -> Iterator[np.ndarray]:
-    """Yields which kinds may take which samples [kinds, samples]."""
-    yield bound.shares
-    prices = priced(bound.prices, seconds)
-    yield prices <= (1 + _TOLERANCE) * prices.min(axis=0)
-    yield np.isfinite(seconds)
-
-
 def _place(
-    kind_of: np.ndarray,
-    seconds: np.ndarray,
-    free: np.ndarray,
-    may: np.ndarray,
-    order: np.ndarray,
-) -> _Placement:
-    """Places samples in an order, each on the replica that would end first."""
-    num_kinds, num_samples = seconds.shape
-    masks = (may << np.arange(num_kinds)[:, None]).sum(axis=0).tolist()
-    kinds_of = {m: [i for i in range(num_kinds) if m >> i & 1] for m in set(masks)}
-    heaps: list[list[tuple[float, int]]] = [[] for _ in range(num_kinds)]
+    kind_of: np.ndarray, seconds: np.ndarray, free: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Places samples, the longest first, each on the replica that would end first.
+
+    Args:
+        kind_of: Kind of each replica.
+        seconds: Seconds of each sample on each kind; infinite if it may not go there
+            [kinds, samples].
+        free: Seconds at which each replica can begin.
+        lengths: Length of each sample.
+
+    Returns:
+        The replica of each sample [samples].
+    """
+    heaps: list[list[tuple[float, int]]] = [[] for _ in seconds]
     for replica, i in enumerate(kind_of.tolist()):
-        heaps[i].append((float(free[replica]), replica))
-    for heap in heaps:
-        heapq.heapify(heap)
+        heapq.heappush(heaps[i], (float(free[replica]), replica))
+    order = np.argsort(-lengths, kind="stable")
     columns = seconds.T.tolist()
-    replica_of = np.zeros(num_samples, int)
+    replica_of = np.zeros(seconds.shape[1], int)
     for s in order.tolist():
-        own = columns[s]
-        least, at = float("inf"), 0
-        for i in kinds_of[masks[s]]:
-            end = heaps[i][0][0] + own[i]
-            if end < least:
-                least, at = end, i
-        replica = heaps[at][0][1]
-        heapq.heapreplace(heaps[at], (least, replica))
-        replica_of[s] = replica
-    return _Placement(kind_of, seconds, free, replica_of)
+        ends = [heap[0][0] + own for heap, own in zip(heaps, columns[s], strict=True)]
+        at = ends.index(min(ends))
+        replica_of[s] = heaps[at][0][1]
+        heapq.heapreplace(heaps[at], (ends[at], heaps[at][0][1]))
+    return replica_of

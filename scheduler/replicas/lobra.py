@@ -15,6 +15,7 @@ References:
 """
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 
@@ -84,13 +85,12 @@ def padded_kinds(kinds: Sequence[ReplicaKind]) -> tuple[ReplicaKind, ...]:
 
 
 def even_step(deployment: Deployment, lengths: np.ndarray) -> float:
-    """Returns the time of a step on replicas of one kind that share buckets evenly.
+    """Returns the time of a step on replicas of one kind that share samples evenly.
 
     This is the "naive" design of section 3, and the baseline Task-Fused.
     """
     (kind,), (count,) = deployment.kinds, deployment.counts
-    ends, numbers = np.unique(lengths, return_counts=True)
-    return kind.cost.base + float((-(-numbers // count) * kind.seconds(ends)).sum())
+    return _shared(kind, count, lengths)
 
 
 def step_by_length(deployment: Deployment, lengths: np.ndarray) -> np.ndarray:
@@ -102,15 +102,22 @@ def step_by_length(deployment: Deployment, lengths: np.ndarray) -> np.ndarray:
     order = np.argsort([kind.longest for kind in deployment.kinds], kind="stable")
     left, out = np.asarray(lengths), np.zeros(len(deployment.kinds))
     for i in order:
-        kind, count = deployment.kinds[i], deployment.counts[i]
-        ends, numbers = np.unique(left[left <= kind.longest], return_counts=True)
+        kind = deployment.kinds[i]
+        out[i] = _shared(kind, deployment.counts[i], left[left <= kind.longest])
         left = left[left > kind.longest]
-        if len(ends):
-            shares = -(-numbers // count)
-            out[i] = kind.cost.base + float((shares * kind.seconds(ends)).sum())
     if len(left):
         raise ValueError(f"a sample of {left.max()} tokens fits into no replica.")
     return out
+
+
+def _shared(kind: ReplicaKind, count: int, lengths: np.ndarray) -> float:
+    """Returns the time of alike replicas that are dealt samples, longest first."""
+    if not len(lengths):
+        return 0.0
+    loads = [kind.cost.base] * count
+    for seconds in sorted(kind.seconds(lengths).tolist(), reverse=True):
+        heapq.heapreplace(loads, loads[0] + seconds)
+    return max(loads)
 
 
 def dispatch_step(

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxlora.scheduler.picture import job_colors
+from jaxlora.scheduler.picture import IDLE_COLOR, Bar, Panel, job_colors, save_panels
 from jaxlora.scheduler.replicas.deploy import PlannedDeployment
-from jaxlora.scheduler.replicas.simulate import Part, SimulatedSteps
+from jaxlora.scheduler.replicas.simulate import SimulatedSteps
 from jaxlora.scheduler.tables import align, format_seconds
 
 
@@ -76,45 +76,37 @@ def draw_steps(
         names: Names of the jobs by number; None: they are `job 0`, `job 1`, ...
         until: Seconds at which the chart ends; None: it has all steps.
     """
-    from matplotlib.collections import PolyCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     longest = max(one.seconds for one in simulated.values())
-    end = longest if until is None else min(until, longest)
     jobs = sorted({part.job for one in simulated.values() for part in one.parts})
     colors = job_colors(jobs)
-    rows = [one.deployment.num_gpus for one in simulated.values()]
-    heights = [min(n, _MAX_ROWS) for n in rows]
-    figure = Figure(
-        figsize=(14, sum(1.2 + 0.25 * n for n in heights)), layout="constrained"
-    )
-    panels = figure.subplots(
-        len(rows), squeeze=False, height_ratios=[3 + n for n in heights]
-    )[:, 0]
-    for axes, num_gpus, (title, one) in zip(
-        panels, rows, simulated.items(), strict=True
-    ):
-        gpus = one.deployment.gpus
-        bars = [_corners(part, gpus[part.replica]) for part in one.parts]
-        faces = [colors[part.job] for part in one.parts]
-        axes.add_collection(
-            PolyCollection(bars, facecolors=faces, edgecolors="white", linewidths=0.3)
+    panels = [
+        Panel(
+            title=f"{title}: {one.gpus_idle:.1%} of the GPUs' time is idle",
+            bars=_bars(one, colors),
+            rows=one.deployment.num_gpus,
+            height=1.2 + 0.25 * min(one.deployment.num_gpus, _MAX_ROWS),
         )
-        axes.set_facecolor("0.85")
-        axes.set_xlim(0, end)
-        axes.set_ylim(num_gpus - 0.5, -0.5)
-        axes.set_ylabel("GPU")
-        axes.set_title(f"{title}: {one.gpus_idle:.1%} of the GPUs' time is idle")
-    panels[-1].set_xlabel("seconds")
-    label = lambda job: f"job {job}" if names is None else names[job]
-    handles = [Patch(color=colors[job], label=label(job)) for job in jobs]
-    handles.append(Patch(color="0.85", label="idle"))
-    figure.legend(handles=handles, loc="outside right upper")
-    figure.savefig(path, dpi=150)
+        for title, one in simulated.items()
+    ]
+    legend = {
+        f"job {job}" if names is None else names[job]: color
+        for job, color in colors.items()
+    }
+    end = longest if until is None else min(until, longest)
+    save_panels(
+        panels, path, end=end, unit="seconds", legend=legend | {"idle": IDLE_COLOR}
+    )
 
 
-def _corners(part: Part, gpus: tuple[int, ...]) -> list[tuple[float, float]]:
-    low, high = gpus[0] - 0.45, gpus[-1] + 0.45
-    low_corners = [(part.start, low), (part.end, low)]
-    return [*low_corners, (part.end, high), (part.start, high)]
+def _bars(simulated: SimulatedSteps, colors: Mapping) -> list[Bar]:
+    gpus = simulated.deployment.gpus
+    return [
+        Bar(
+            left=part.start,
+            right=part.end,
+            low=gpus[part.replica][0] - 0.45,
+            high=gpus[part.replica][-1] + 0.45,
+            color=colors[part.job],
+        )
+        for part in simulated.parts
+    ]

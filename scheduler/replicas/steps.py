@@ -97,7 +97,7 @@ class Steps:
     ) -> Iterator[np.ndarray]:
         """Yields prices of the kinds: of the mean step, and in the closed form."""
         rates = self.rates[at]
-        yield divide(rates * self.work, replicas, free * replicas)[0]
+        yield divide(rates * self.work, replicas, free * replicas)
         speeds = 1 / rates[:, np.isfinite(rates).all(axis=0)].mean(axis=1)
         limits = np.array([self.kinds[i].longest for i in at])
         for limit in (0, *np.unique(limits)[:-1].tolist()):

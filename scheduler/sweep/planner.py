@@ -1,14 +1,18 @@
 """Plans a sweep: groups of GPUs whose slots are refilled as configurations end.
 
-The groups are those of the program that bounds the makespan (`bound`), for makespans
-at and slightly above the bound. Its shares are rounded to whole configurations and
-assigned to the groups of each class, longest first. Then the group that ends last gives
-configurations to groups that end early, or exchanges them, as long as that helps.
+Layouts of groups come from the program that bounds the makespan (`bound`), for
+makespans at and slightly above the bound, from equal groups, and from splitting and
+merging groups of these. Simulated annealing then moves configurations between groups
+and within their queues. All layouts get a little of it, the best of them more, and the
+best few most.
 """
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlora.scheduler.sweep.bound import GroupMix, find_bound, find_mix
 from jaxlora.scheduler.sweep.problem import (
@@ -22,10 +26,15 @@ from jaxlora.scheduler.sweep.rounds import Kinds, Roster, Shape, play
 
 # Makespans of further layouts, over the first one.
 _TARGETS = (1.01, 1.02, 1.05, 1.1, 1.15)
-_HOPEFUL = 1.1  # over the best plan: layouts that begin above it are not searched
-_NUM_PLAYS = 1500  # of the search, for each mix
+_MOST_LAYOUTS, _MOST_STARTS = 16, 20  # tried, and annealed
 _GOOD_ENOUGH = 1.005  # over the bound
-_NEAR = 8  # groups that end first and may take from the one that ends last
+# How often annealing plays each configuration, or as many as here; and the layouts that
+# go on.
+_ROUNDS, _MOST_PLAYED = ((160, 6), (800, 2), (3200, 1)), 240
+_HEAT, _COLD = 0.01, 0.0003  # relative rises of the makespan that are accepted
+_FULL = 0.95  # share of the goal up to which similar configurations share a group
+_NEAR = 8  # groups that end first and get more configurations
+_NORM = 40  # of the ends of all groups, which stands for the makespan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +59,7 @@ def plan_sweep(sweep: Sweep, costs: Costs) -> PlannedSweep:
     """Plans a sweep on fixed groups of GPUs with slots that are refilled.
 
     The result depends only on the arguments: limits are numbers of nodes of the solver
-    and of played groups, never seconds.
+    and of played configurations, never seconds.
 
     Args:
         sweep: Configurations and GPUs.
@@ -62,81 +71,144 @@ def plan_sweep(sweep: Sweep, costs: Costs) -> PlannedSweep:
     kinds = Kinds(sweep, costs)
     bound, makespan, mix = find_bound(kinds)
     goal = _GOOD_ENOUGH * bound.fixed_groups
-    best = _Search(kinds, mix)
-    best.run(goal)
-    for target in _TARGETS:
-        if best.makespan <= max(goal, makespan * target):
-            break
-        found, _ = find_mix(kinds, makespan * target)
-        if found is not None:
-            best = _better(best, found, goal)
-    for equal in _equal_groups(kinds):
-        if best.makespan > goal:
-            best = _better(best, equal, goal)
-    return PlannedSweep(plan=best.plan(), bound=bound)
+    found = [_Groups.of_mix(kinds, mix)]
+    if found[0].makespan > goal:
+        for target in _TARGETS:
+            near, _ = find_mix(kinds, makespan * target)
+            if near is not None:
+                found.append(_Groups.of_mix(kinds, near))
+        known = [one.layout for one in found]
+        for layout in itertools.islice(_layouts(kinds, known), _MOST_LAYOUTS):
+            dealt = (_Groups.dealt(kinds, layout, full) for full in (0.0, _FULL * goal))
+            found += filter(None, dealt)
+        found = sorted(found, key=lambda one: one.makespan)[:_MOST_STARTS]
+    size = min(len(sweep.configurations), _MOST_PLAYED)
+    for plays, kept in _ROUNDS:
+        for one in found:
+            if min(other.makespan for other in found) > goal:
+                one.anneal(goal, plays * size)
+        found = sorted(found, key=lambda one: one.makespan)[:kept]
+    return PlannedSweep(plan=found[0].plan(), bound=bound)
 
 
-def _better(best: "_Search", mix: GroupMix, goal: float) -> "_Search":
-    """Searches a mix, unless it begins far above the best plan so far."""
-    search = _Search(best.kinds, mix)
-    if search.makespan <= _HOPEFUL * best.makespan:
-        search.run(goal)
-    return min(best, search, key=lambda one: one.makespan)
+type Layout = tuple[int, ...]  # degrees of the groups, in descending order
 
 
-def _equal_groups(kinds: Kinds) -> Iterator[GroupMix]:
-    """Yields layouts of groups of one shape, which all configurations fit."""
-    for degree in kinds.degrees:
-        shape = kinds.shape(degree, kinds.slot_ranks[-1])
-        if all(shape.fits):
-            one = shape, max(kinds.steps)
-            shares = {k: float(count) for k, count in enumerate(kinds.count)}
-            number = kinds.sweep.num_gpus // degree
-            yield GroupMix(num_groups={one: number}, shares={one: shares})
+def _layouts(kinds: Kinds, known: Iterable[Layout]) -> Iterator[Layout]:
+    """Yields equal groups, and layouts that a split or a merger makes of others."""
+    gpus, degrees = kinds.sweep.num_gpus, kinds.degrees
+    equal = [
+        (degree,) * (gpus // degree) + _rest(kinds, gpus % degree) for degree in degrees
+    ]
+    waiting = list(dict.fromkeys((*known, *equal)))
+    seen = set(waiting)
+    yield from waiting
+    while waiting:
+        layout = waiting.pop(0)
+        for degree in sorted(set(layout)):
+            changes: list[tuple[Layout, Layout]] = [((degree,), (degree // 2,) * 2)]
+            if layout.count(degree) > 1:
+                changes.append(((degree,) * 2, (2 * degree,)))
+            for gone, come in changes:
+                if come[0] not in degrees:
+                    continue
+                near = list(layout)
+                for one in gone:
+                    near.remove(one)
+                new = tuple(sorted((*near, *come), reverse=True))
+                if new not in seen:
+                    seen.add(new)
+                    waiting.append(new)
+                    yield new
 
 
-class _Estimate:
-    """A lower bound of the time of one group, kept up to date."""
+def _rest(kinds: Kinds, gpus: int) -> Layout:
+    """Returns groups of the GPUs that others leave, the widest first."""
+    out: list[int] = []
+    for degree in reversed(kinds.degrees):
+        number, gpus = divmod(gpus, degree)
+        out += [degree] * number
+    return tuple(out)
 
-    __slots__ = ("area", "longest", "shape", "spent", "steps")
 
-    def __init__(self, shape: Shape, steps: Sequence[int], queue: Sequence[int] = ()):
-        self.shape, self.steps = shape, steps
-        self.area, self.longest = 0.0, 0
-        self.spent = [0.0] * len(shape.fixed)
-        for kind in queue:
-            self.add(kind)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Load:
+    """What the configurations of a group sum up to.
 
-    def add(self, kind: int) -> None:
-        steps = self.steps[kind]
-        self.area += self.shape.bytes_of[kind] * steps
-        self.longest = max(self.longest, steps)
-        for line, seconds in enumerate(self.shape.seconds_of[kind]):
-            self.spent[line] += seconds * steps
+    Attributes:
+        shape: The group's shape.
+        area: Bytes times steps.
+        longest: Most steps of a configuration.
+        spent: Seconds, by line of the maximum.
+    """
+
+    shape: Shape
+    area: float = 0.0
+    longest: int = 0
+    spent: tuple[float, ...] = ()
+
+    def plus(self, kind: int, steps: int) -> "_Load":
+        added = self.shape.seconds_of[kind]
+        spent = self.spent or (0.0,) * len(added)
+        return _Load(
+            self.shape,
+            self.area + self.shape.bytes_of[kind] * steps,
+            max(self.longest, steps),
+            tuple([a + b * steps for a, b in zip(spent, added, strict=True)]),
+        )
 
     @property
     def seconds(self) -> float:
+        """A lower bound of the group's time."""
         rounds = max(self.area / self.shape.free, self.longest)
-        return max(
-            fixed * rounds + spent
-            for fixed, spent in zip(self.shape.fixed, self.spent, strict=True)
-        )
+        pairs = zip(self.shape.fixed, self.spent, strict=True)
+        return max([fixed * rounds + spent for fixed, spent in pairs])
 
-    def changed(self, out: int | None, into: int | None) -> float:
-        """Bounds the time without one kind and with another one, by their sums."""
-        shape, area = self.shape, self.area
-        spent = list(self.spent)
-        for kind, sign in ((out, -1), (into, 1)):
-            if kind is not None:
-                steps = sign * self.steps[kind]
-                area += shape.bytes_of[kind] * steps
-                for line, seconds in enumerate(shape.seconds_of[kind]):
-                    spent[line] += seconds * steps
-        rounds = area / shape.free
-        return max(
-            fixed * rounds + used
-            for fixed, used in zip(shape.fixed, spent, strict=True)
-        )
+
+def _deal(
+    kinds: Kinds, shapes: Sequence[Shape], queue: Iterable[int], full: float = 0.0
+) -> list[list[int]] | None:
+    """Deals configurations to groups, those of the most steps first.
+
+    Each group is filled up to `full` seconds, so that similar configurations share
+    groups. The rest goes where it ends first, by the sums of loads.
+
+    Returns:
+        The queue of each group; None: a kind fits into none of them.
+    """
+    steps, size, rank = kinds.steps, shapes[0].bytes_of, kinds.rank
+    by_rank = kinds.costs.pads_ranks and full > 0
+    left = sorted(queue, key=lambda k: (-rank[k] * by_rank, -steps[k], -size[k], k))
+    queues: list[list[int]] = [[] for _ in shapes]
+    loads = [_Load(shape) for shape in shapes]
+    if full > 0:
+        i, rest = -1, []
+        for kind in left:
+            more = None if i < 0 else loads[i].plus(kind, steps[kind])
+            if (more is None or more.seconds > full) and i + 1 < len(shapes):
+                i += 1
+                loads[i] = _Load(kinds.shrink(shapes[i], [kind]))
+                more = loads[i].plus(kind, steps[kind])
+            assert more is not None
+            if shapes[i].fits[kind] and more.seconds <= full:
+                queues[i].append(kind)
+                loads[i] = more
+            else:
+                rest.append(kind)
+        left = rest
+    heaps: dict[Shape, list[tuple[float, int]]] = {shape: [] for shape in shapes}
+    for i, shape in enumerate(shapes):
+        heapq.heappush(heaps[shape], (loads[i].seconds if queues[i] else 0.0, i))
+    for kind in left:
+        first = [heap[0][1] for shape, heap in heaps.items() if shape.fits[kind]]
+        more = {i: loads[i].plus(kind, steps[kind]) for i in first}
+        if not more:
+            return None
+        i = min(more, key=lambda i: (more[i].seconds, i))
+        queues[i].append(kind)
+        loads[i] = more[i]
+        heapq.heapreplace(heaps[shapes[i]], (loads[i].seconds, i))
+    return queues
 
 
 def _whole(kinds: Kinds, mix: GroupMix) -> list[tuple[Shape, int, list[int]]]:
@@ -163,133 +235,144 @@ def _whole(kinds: Kinds, mix: GroupMix) -> list[tuple[Shape, int, list[int]]]:
     ]
 
 
-def _deal(
-    shape: Shape, steps: Sequence[int], num_groups: int, queue: Sequence[int]
-) -> list[list[int]]:
-    """Deals configurations to equal groups, longest first, to the least loaded."""
-    out: list[list[int]] = [[] for _ in range(num_groups)]
-    estimates = [_Estimate(shape, steps) for _ in range(num_groups)]
-    heap = [(0.0, i) for i in range(num_groups)]
-    for kind in sorted(queue, key=lambda k: (-steps[k], -shape.bytes_of[k], k)):
-        i = heapq.heappop(heap)[1]
-        out[i].append(kind)
-        estimates[i].add(kind)
-        heapq.heappush(heap, (estimates[i].seconds, i))
-    return out
+class _Groups:
+    """Groups of a layout with the queues of their configurations."""
 
+    def __init__(
+        self, kinds: Kinds, degrees: Sequence[int], queues: Sequence[list[int]]
+    ):
+        self._kinds, self._degrees = kinds, degrees
+        self._random = random.Random(0)
+        # Queues are replaced, never changed, so that a copy of the list stays.
+        self._queues = list(queues)
+        self._ends = [self._end(i, queue) for i, queue in enumerate(queues)]
+        self._best = list(self._queues)
+        self.makespan = max(self._ends)
+        self._early = self._first()
 
-class _Search:
-    """Groups of a mix, and a local search on the one that ends last."""
-
-    def __init__(self, kinds: Kinds, mix: GroupMix):
-        self.kinds, self._steps = kinds, kinds.steps
-        self._plays = _NUM_PLAYS
-        self._known: dict[tuple, tuple[float, list[int]]] = {}
-        self._shapes: list[Shape] = []
-        self._queues: list[list[int]] = []
+    @classmethod
+    def of_mix(cls, kinds: Kinds, mix: GroupMix) -> "_Groups":
+        """Deals the configurations of each class to its groups."""
+        degrees, queues = [], []
         for shape, number, queue in _whole(kinds, mix):
-            self._shapes += [shape] * number
-            self._queues += _deal(shape, self._steps, number, queue)
-        idle = kinds.sweep.num_gpus - sum(shape.degree for shape in self._shapes)
-        for degree in reversed(kinds.degrees):
-            number, idle = divmod(idle, degree)
-            self._shapes += [kinds.shape(degree, kinds.slot_ranks[-1])] * number
-            self._queues += [[] for _ in range(number)]
-        every = range(len(self._queues))
-        self._times = [self._play(i, self._queues[i])[0] for i in every]
-        self._estimates = [self._estimate(i) for i in every]
+            dealt = _deal(kinds, [shape] * number, queue)
+            assert dealt is not None, "the program knows what fits"
+            degrees += [shape.degree] * number
+            queues += dealt
+        rest = _rest(kinds, kinds.sweep.num_gpus - sum(degrees))
+        return cls(kinds, [*degrees, *rest], [*queues, *([] for _ in rest)])
+
+    @classmethod
+    def dealt(cls, kinds: Kinds, layout: Layout, full: float) -> "_Groups | None":
+        """Deals all configurations (`_deal`); None: one fits into no group."""
+        shapes = [kinds.shape(degree, kinds.slot_ranks[-1]) for degree in layout]
+        each = [k for k, count in enumerate(kinds.count) for _ in range(count)]
+        queues = _deal(kinds, shapes, each, full)
+        return None if queues is None else cls(kinds, layout, queues)
 
     @property
-    def makespan(self) -> float:
-        return max(self._times)
-
-    def run(self, goal: float) -> None:
-        """Improves the groups until they end by `goal`, or nothing helps."""
-        while self.makespan > goal and self._improve():
-            pass
+    def layout(self) -> Layout:
+        """Degrees of the groups."""
+        return tuple(sorted(self._degrees, reverse=True))
 
     def plan(self) -> SweepPlan:
-        """Makes the plan, widest groups first."""
-        used = [i for i, queue in enumerate(self._queues) if queue]
-        used.sort(key=lambda i: (-self._shapes[i].degree, -self._shapes[i].slot_rank))
-        roster, groups = Roster(self.kinds), []
-        numbers = number_gpus([self._shapes[i].degree for i in used])
-        for i, gpus in zip(used, numbers, strict=True):
-            seconds, queue = self._play(i, self._queues[i])
-            shape = self.kinds.shrink(self._shapes[i], queue)
-            shrunk = self._best(shape, queue)
-            if shrunk[0] <= seconds:
-                queue = shrunk[1]
-            else:
-                shape = self._shapes[i]
-            groups.append(roster.group(shape, gpus, queue))
-        return SweepPlan(sweep=self.kinds.sweep, groups=tuple(groups))
-
-    def _play(self, group: int, kinds: Sequence[int]) -> tuple[float, list[int]]:
-        """Returns the time of a group with some kinds, and their best order."""
-        key = self._shapes[group], tuple(sorted(kinds))
-        if key not in self._known:
-            self._plays -= 1
-            self._known[key] = self._best(self._shapes[group], key[1])
-        return self._known[key]
-
-    def _best(self, shape: Shape, kinds: Sequence[int]) -> tuple[float, list[int]]:
-        steps, size = self._steps, shape.bytes_of
-        orders = (
-            sorted(kinds, key=lambda k: (-steps[k], -size[k], k)),
-            sorted(kinds, key=lambda k: (-steps[k] * size[k], k)),
-            sorted(kinds, key=lambda k: (-size[k], -steps[k], k)),
+        """Makes the plan of the best queues, widest groups first."""
+        used = [i for i, queue in enumerate(self._best) if queue]
+        shapes = {i: self._shape(i, self._best[i]) for i in used}
+        used.sort(key=lambda i: (-shapes[i].degree, -shapes[i].slot_rank))
+        roster = Roster(self._kinds)
+        numbers = number_gpus([shapes[i].degree for i in used])
+        groups = tuple(
+            roster.group(shapes[i], gpus, self._best[i])
+            for i, gpus in zip(used, numbers, strict=True)
         )
-        played = [(play(shape, steps, order)[0], order) for order in orders]
-        return min(played, key=lambda one: one[0])
+        return SweepPlan(sweep=self._kinds.sweep, groups=groups)
 
-    def _estimate(self, group: int) -> _Estimate:
-        return _Estimate(self._shapes[group], self._steps, self._queues[group])
+    def anneal(self, goal: float, work: int) -> None:
+        """Changes queues at random until the makespan is at the goal.
 
-    def _improve(self) -> bool:
-        """Makes the first change that shortens the group that ends last."""
-        last = max(range(len(self._times)), key=lambda i: self._times[i])
-        limit = self._times[last] * (1 - 1e-6)
-        for _, other, out, into in sorted(self._changes(last, limit)):
-            if self._plays <= 0:
-                return False
-            ours, theirs = list(self._queues[last]), list(self._queues[other])
-            ours.remove(out)
-            theirs.append(out)
-            if into >= 0:
-                theirs.remove(into)
-                ours.append(into)
-            if self._play(other, theirs)[0] < limit and (
-                self._play(last, ours)[0] < limit
-            ):
-                for group, queue in ((last, ours), (other, theirs)):
-                    self._queues[group] = queue
-                    self._times[group] = self._play(group, queue)[0]
-                    self._estimates[group] = self._estimate(group)
-                return True
-        return False
-
-    def _changes(
-        self, last: int, limit: float
-    ) -> Iterator[tuple[float, int, int, int]]:
-        """Yields changes that may help.
-
-        Yields:
-            The bound of the later end, the other group, the kind that it gets, and the
-            kind that it gives; -1: none.
+        Args:
+            goal: Seconds at which nothing shorter is sought.
+            work: Configurations that are played.
         """
-        others = sorted(range(len(self._times)), key=lambda i: self._times[i])[:_NEAR]
-        ours, mine = self._estimates[last], sorted(set(self._queues[last]))
-        for other in others:
-            if other == last:
+        self._queues = list(self._best)
+        self._ends = [self._end(i, queue) for i, queue in enumerate(self._queues)]
+        unit, draw = self.makespan, self._random.random
+        # The more groups there are, the less one of them may add to the makespan.
+        scale = min(1.0, (_NEAR / len(self._ends)) ** 2)
+        total, left = self._norm(range(len(self._ends)), unit), work
+        while left > 0 and self.makespan > goal:
+            changed = self._change()
+            if changed is None:
+                left -= 1
                 continue
-            theirs = self._estimates[other]
-            for into in (None, *sorted(set(self._queues[other]))):
-                if into is not None and not self._shapes[last].fits[into]:
-                    continue
-                for out in mine:
-                    if out == into or not self._shapes[other].fits[out]:
-                        continue
-                    least = max(ours.changed(out, into), theirs.changed(into, out))
-                    if least < limit:
-                        yield least, other, out, -1 if into is None else into
+            heat = scale * _COLD * (_HEAT / _COLD) ** (left / work)
+            # A change is taken if it makes the norm longer by no more than that.
+            limit = total * math.exp(-_NORM * heat * math.log(1 - draw()))
+            norm = total - self._norm(changed, unit)
+            ends = {}
+            for i, queue in changed.items():
+                left -= len(queue) + 1
+                ends[i] = self._end(i, queue)
+                norm += (ends[i] / unit) ** _NORM
+                if norm > limit:
+                    break
+            else:
+                total = norm
+                for i, queue in changed.items():
+                    self._queues[i], self._ends[i] = queue, ends[i]
+                self._early = self._first()
+                if (last := max(self._ends)) < self.makespan:
+                    self.makespan, self._best = last, list(self._queues)
+
+    def _first(self) -> list[int]:
+        """Returns the groups that end first, which configurations move to."""
+        return sorted(range(len(self._ends)), key=self._ends.__getitem__)[:_NEAR]
+
+    def _norm(self, groups: Iterable[int], unit: float) -> float:
+        return sum((self._ends[i] / unit) ** _NORM for i in groups)
+
+    def _change(self) -> dict[int, list[int]] | None:
+        """Draws a change: of the order in a queue, a move, or an exchange.
+
+        Returns:
+            The new queues of the groups that change; None: a draw that is no change.
+        """
+        draw, queues, number = self._random.random, self._queues, len(self._queues)
+        one = other = int(number * draw())
+        if draw() < 0.5:
+            one = max(range(number), key=self._ends.__getitem__)
+        if not queues[one]:
+            return None
+        ours = list(queues[one])
+        i = int(len(ours) * draw())
+        way = draw()
+        if number == 1 or way < 0.3:
+            kind = ours.pop(i)
+            ours.insert(int((len(ours) + 1) * draw()), kind)
+            return {one: ours} if ours != queues[one] else None
+        other = self._early[int(len(self._early) * draw())]
+        if other == one:
+            return None
+        theirs = list(queues[other])
+        if way < 0.65 or not theirs:
+            theirs.insert(int((len(theirs) + 1) * draw()), ours.pop(i))
+        else:
+            j = int(len(theirs) * draw())
+            if ours[i] == theirs[j]:
+                return None
+            ours[i], theirs[j] = theirs[j], ours[i]
+        return {other: theirs, one: ours}
+
+    def _shape(self, group: int, queue: Sequence[int]) -> Shape:
+        largest = self._kinds.shape(self._degrees[group], self._kinds.slot_ranks[-1])
+        return self._kinds.shrink(largest, queue)
+
+    def _end(self, group: int, queue: Sequence[int]) -> float:
+        """Returns the end of a group; infinite if a configuration does not fit."""
+        if not queue:
+            return 0.0
+        shape = self._shape(group, queue)
+        if not all(map(shape.fits.__getitem__, queue)):
+            return math.inf
+        return play(shape, self._kinds.steps, queue)[0]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from jaxlora.scheduler.picture import job_colors
+from jaxlora.scheduler.picture import IDLE_COLOR, Bar, Panel, job_colors, save_panels
 from jaxlora.scheduler.sweep.planner import PlannedSweep
 from jaxlora.scheduler.sweep.problem import Group, SweepPlan
 from jaxlora.scheduler.tables import align, format_seconds
@@ -84,50 +84,40 @@ def draw_sweep(plans: Mapping[str, SweepPlan], path: str | os.PathLike) -> None:
         plans: The plans by their titles.
         path: Image file to write. Its suffix selects the format (png, svg, pdf).
     """
-    from matplotlib.collections import PolyCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     longest = max(plan.makespan for plan in plans.values())
     unit, length = next((u for u in _UNITS if longest >= 2 * u[1]), _UNITS[-1])
     configurations = [c for p in plans.values() for c in p.sweep.configurations]
     colors = job_colors(sorted({c.rank for c in configurations}))
-    rows = [min(plan.sweep.num_gpus, 64) for plan in plans.values()]
-    figure = Figure(
-        figsize=(14, sum(1.2 + 0.35 * n for n in rows)), layout="constrained"
-    )
-    panels = figure.subplots(
-        len(plans), squeeze=False, height_ratios=[3 + n for n in rows]
-    )[:, 0]
-    for axes, (title, plan) in zip(panels, plans.items(), strict=True):
-        bars, faces = _bars(plan, length, colors)
-        axes.add_collection(
-            PolyCollection(bars, facecolors=faces, edgecolors="white", linewidths=0.3)
+    panels = [
+        Panel(
+            title=f"{title}: {plan.makespan / length:.4g} {unit}, {len(plan.groups)} "
+            "groups",
+            bars=_bars(plan, length, colors),
+            rows=plan.sweep.num_gpus,
+            height=1.2 + 0.35 * min(plan.sweep.num_gpus, 64),
         )
-        axes.set_facecolor("0.85")
-        axes.set_xlim(0, longest / length)
-        axes.set_ylim(plan.sweep.num_gpus - 0.5, -0.5)
-        axes.set_ylabel("GPU")
-        axes.set_title(
-            f"{title}: {plan.makespan / length:.4g} {unit}, {len(plan.groups)} groups"
-        )
-    panels[-1].set_xlabel(unit)
-    handles = [Patch(color=c, label=f"rank {rank}") for rank, c in colors.items()]
-    handles.append(Patch(color="0.85", label="idle"))
-    figure.legend(handles=handles, loc="outside right upper")
-    figure.savefig(path, dpi=150)
+        for title, plan in plans.items()
+    ]
+    legend = {f"rank {rank}": color for rank, color in colors.items()}
+    legend["idle"] = IDLE_COLOR
+    save_panels(panels, path, end=longest / length, unit=unit, legend=legend)
 
 
-def _bars(plan: SweepPlan, length: float, colors: Mapping) -> tuple[list, list]:
-    """Returns corners and colors of all bars, with times in units of `length`."""
-    bars, faces = [], []
+def _bars(plan: SweepPlan, length: float, colors: Mapping) -> list[Bar]:
+    """Returns all bars, with times in units of `length`."""
+    bars = []
     for group in plan.groups:
         # GPUs of a group need not be neighbors: it has a part of each row.
         for gpu in group.gpus:
             for run in group.runs:
                 low = gpu - 0.45 + 0.9 * run.slot / group.num_slots
-                high = low + 0.9 / group.num_slots
-                left, right = run.start / length, run.end / length
-                bars.append([(left, low), (right, low), (right, high), (left, high)])
-                faces.append(colors[run.configuration.rank])
-    return bars, faces
+                bars.append(
+                    Bar(
+                        left=run.start / length,
+                        right=run.end / length,
+                        low=low,
+                        high=low + 0.9 / group.num_slots,
+                        color=colors[run.configuration.rank],
+                    )
+                )
+    return bars

@@ -147,26 +147,29 @@ def play(
         The seconds until the last one ends, and start and end of each.
     """
     free, seconds, now = shape.free, 0.0, 0
-    bytes_of, of = shape.bytes_of, shape.seconds_of
+    bytes_of, seconds_of = shape.bytes_of, shape.seconds_of
+    smallest = min([bytes_of[kind] for kind in queue], default=0.0)
     loads = list(shape.fixed)
+    lines = range(len(loads))
     waiting = list(range(len(queue)))
     running: list[tuple[int, int]] = []
     starts, ends = [0.0] * len(queue), [0.0] * len(queue)
     while waiting or running:
         later = []
-        least = float("inf")  # of those that did not fit
-        for i in waiting:
+        for at, i in enumerate(waiting):
+            if free < smallest:
+                later += waiting[at:]
+                break
             kind = queue[i]
-            size = bytes_of[kind]
-            if size > free or size >= least:
+            if bytes_of[kind] > free:
                 later.append(i)
-                least = min(least, size)
                 continue
-            free -= size
+            free -= bytes_of[kind]
             starts[i] = seconds
             heapq.heappush(running, (now + steps[kind], i))
-            for line, load in enumerate(of[kind]):
-                loads[line] += load
+            added = seconds_of[kind]
+            for line in lines:
+                loads[line] += added[line]
         waiting = later
         end = running[0][0]
         seconds += (end - now) * max(loads)
@@ -174,9 +177,11 @@ def play(
         while running and running[0][0] == end:
             i = heapq.heappop(running)[1]
             ends[i] = seconds
-            free += bytes_of[queue[i]]
-            for line, load in enumerate(of[queue[i]]):
-                loads[line] -= load
+            kind = queue[i]
+            free += bytes_of[kind]
+            added = seconds_of[kind]
+            for line in lines:
+                loads[line] -= added[line]
     return seconds, list(zip(starts, ends, strict=True))
 
 

@@ -286,7 +286,6 @@ _JOBS = (
         "weight=1.0 / objective.num_terms(samples),",
         "weight=1.0 / len(samples),",
         f"{_TRAIN}/test_token_weights.py",
-        f"{_TRAIN}/test_objectives.py::test_losses_are_those_of_the_definition",
     ),
     _mutant(
         "references are those of other samples",

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 
 from jaxlora.fuse.linears.bases import Base, bases_of, units_of, without_scales
 from jaxlora.fuse.linears.linear import (
@@ -171,7 +170,7 @@ def _check_base(n: Normalizer, linear: Linear) -> None:
 def _gather_reason(n: Normalizer, arrays: Iterable[Any]) -> str | None:
     """Returns why a gather is not read as a choice of adapters; None: there is none."""
     for array in arrays:
-        eqn = n.made_by.get(array) if isinstance(array, core.Var) else None
+        eqn = n.graph.equation(array)
         if eqn is None or eqn.primitive.name != "gather":
             continue
         if (fill := other_fill(eqn.params)) is not None:
@@ -367,7 +366,7 @@ def _mask(n: Normalizer, linear: Linear, masks: Sequence[Factor]) -> Mask | None
 
 
 def _compares_floats(n: Normalizer, mask: Factor) -> bool:
-    eqn = n.made_by.get(mask.var) if isinstance(mask.var, core.Var) else None
+    eqn = n.graph.equation(mask.var)
     if eqn is None or eqn.primitive.name != "eq":
         return False
     return any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)

@@ -87,7 +87,7 @@ class _Finder:
         self.implementation = implementation
         self.graph = Graph(jaxpr)
         self.live = self.graph.live
-        self.normalizer = Normalizer(RULES)
+        self.normalizer = Normalizer(self.graph, RULES)
         self.open_sums = OpenSums(self.graph, self.normalizer)
         self.closed: set[core.Var] = set()  # sums that became arrays of their own
         self.candidates: dict[core.Var, Candidate] = {}
@@ -117,7 +117,7 @@ class _Finder:
             for number, eqn in enumerate(self.jaxpr.eqns)
         ):
             return
-        lenient = LenientNormalizer()
+        lenient = LenientNormalizer(self.graph)
         for number, eqn in enumerate(self.jaxpr.eqns):
             if not self.live[number]:
                 continue
@@ -184,7 +184,7 @@ class _Finder:
             return
         linear, reasons = find_linear(self.normalizer, form)
         if linear is not None:
-            reason = weight_reason(linear, self.normalizer.made_by) or repeated(linear)
+            reason = weight_reason(linear, self.graph) or repeated(linear)
             if reason is None:
                 self._accept(number, root, form, linear, reasons)
                 return

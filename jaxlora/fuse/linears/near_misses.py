@@ -5,6 +5,7 @@ Only reasons follow from these forms: they are not the forms of the values.
 
 from typing import Any
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.linears.linear import Linear
 from jaxlora.fuse.linears.sharing import has_input, holds_features, inputs_in
 from jaxlora.fuse.normal_forms.forms import Form, Opaque, align
@@ -21,8 +22,8 @@ class LenientNormalizer(Normalizer):
         obstacles: What each other equation asks for and the kernels do not compute.
     """
 
-    def __init__(self) -> None:
-        super().__init__(RULES)
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph, RULES)
         self.functions: dict[int, str] = {}
         self.obstacles: dict[int, str] = {}
 

@@ -1,66 +1,41 @@
 """Reasons for which the kernels cannot take the place of a linear with branches."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.linears.linear import Linear
+from jaxlora.fuse.linears.open_sums import PRODUCTS
 from jaxlora.fuse.normal_forms.forms import holds, narrower
 
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-MadeBy = Mapping[core.Var, Any]  # the equation that computed each variable
 
 
-def weight_reason(linear: Linear, made_by: MadeBy) -> str | None:
+def weight_reason(linear: Linear, graph: Graph) -> str | None:
     """Returns why the weights of a linear are not parameters; None: they may be."""
-    if _is_matrix_product(linear.w.var, made_by):
-        return (
-            "its weight is the result of another matrix product, as in attention scores"
-        )
-    if _is_made_from_x(linear, made_by):
-        return "its weights are computed from its input"
-    return None
+    weight: Any = linear.w.var.aval
 
+    def is_smaller(var: Any) -> bool:  # such as the scales of a weight
+        return getattr(var.aval, "size", 0) < weight.size
 
-def _is_made_from_x(linear: Linear, made_by: MadeBy) -> bool:
-    """Tells whether a matrix of a linear is computed from its input."""
+    for var in graph.ancestors([linear.w.var], stops=is_smaller):
+        eqn = graph.equation(var)
+        if eqn and eqn.primitive.name in PRODUCTS and not is_smaller(var):
+            return (
+                "its weight is the result of another matrix product, as in attention "
+                "scores"
+            )
     features = {*linear.in_indices, *linear.out_indices}
     factors = [o for b in linear.branches for o in (*b.a, *b.b)]
-    todo = [f.var for f in (linear.w, *factors) if features & set(f.indices)]
-    todo += [f.var for f in linear.w_scales]
-    seen = set()
-    while todo:
-        atom = todo.pop()
-        if atom is linear.x.var:
-            return True
-        if isinstance(atom, core.Literal) or atom in seen:
-            continue
-        seen.add(atom)
-        eqn = made_by.get(atom)
-        todo += [] if eqn is None else eqn.invars
-    return False
-
-
-def _is_matrix_product(var: Any, made_by: MadeBy) -> bool:
-    """Tells whether a weight is the result of a matrix product.
-
-    Arrays that are smaller than the weight, such as its scales, may be one.
-    """
-    size, todo = var.aval.size, [var]
-    while todo:
-        atom = todo.pop()
-        if isinstance(atom, core.Literal) or atom not in made_by:
-            continue
-        eqn = made_by[atom]
-        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
-            return True
-        todo += [v for v in eqn.invars if getattr(v.aval, "size", 0) >= size]
-    return False
+    arrays = [f.var for f in (linear.w, *factors) if features & set(f.indices)]
+    arrays += [f.var for f in linear.w_scales]
+    if any(var is linear.x.var for var in graph.ancestors(arrays)):
+        return "its weights are computed from its input"
+    return None
 
 
 def precision_of(linear: Linear) -> lax.Precision | None:

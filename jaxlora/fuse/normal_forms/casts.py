@@ -74,7 +74,7 @@ def whole_form(n: Normalizer, eqn: Any) -> Form:
     It is one if it is the floor of a number from 0.8 to 1.8, as in dropout.
     """
     (out,) = eqn.outvars
-    if not is_float(out.aval) or not is_zero_or_one(n.made_by, out):
+    if not is_float(out.aval) or not is_zero_or_one(n.graph, out):
         raise Opaque
     dims = n.indices.new_dims(out.aval.shape)
     return Form(dims, (Term(1.0, (Factor(out, dims, out.aval.dtype, keeps=True),)),))

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.normal_forms.forms import (
     Atom,
     Choice,
@@ -34,7 +35,7 @@ from jaxlora.fuse.site import Index
 _CHOICE_DTYPE = np.dtype(np.int32)
 
 
-def value_key(made_by: dict[core.Var, Any], atom: Atom, depth: int = 6) -> Hashable:
+def value_key(graph: Graph, atom: Atom, depth: int = 6) -> Hashable:
     """Returns a key that is equal for values computed in the same way.
 
     So the entries of `a[ids]` and `b[ids]` are known to be the same, although JAX
@@ -42,11 +43,11 @@ def value_key(made_by: dict[core.Var, Any], atom: Atom, depth: int = 6) -> Hasha
     """
     if isinstance(atom, core.Literal):
         return np.asarray(atom.val).tobytes()
-    eqn = made_by.get(atom)
+    eqn = graph.equation(atom)
     if eqn is None or len(eqn.outvars) != 1 or depth == 0:
         return atom
     params = tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
-    inputs = tuple(value_key(made_by, v, depth - 1) for v in eqn.invars)
+    inputs = tuple(value_key(graph, v, depth - 1) for v in eqn.invars)
     return eqn.primitive.name, params, inputs
 
 
@@ -72,7 +73,7 @@ def gather_form(table: Form, rows: Form, key: Hashable, eqn: Any) -> Form:
     return multiply(table, Form(rows.dims, (chosen,)), dims)
 
 
-def entries_of(made_by: dict[core.Var, Any], eqn: Any) -> Atom:
+def entries_of(graph: Graph, eqn: Any) -> Atom:
     """Returns the array that holds the entry that each row of a gather chooses.
 
     Under vmap, an index is given for each axis of the table. Those along whole axes are
@@ -81,7 +82,7 @@ def entries_of(made_by: dict[core.Var, Any], eqn: Any) -> Atom:
     rows, axes = eqn.invars[1], eqn.params["dimension_numbers"].start_index_map
     if len(axes) == 1:
         return rows
-    columns = made_by.get(rows) if isinstance(rows, core.Var) else None
+    columns = graph.equation(rows)
     last = len(rows.aval.shape) - 1
     if (
         columns is None
@@ -199,23 +200,23 @@ def _choice_term(rows: Form, entry: tuple[Index, ...], choice: Choice) -> Term:
     return dataclasses.replace(term, factors=(chosen,), groups=())
 
 
-def one_hot_form(first: Form, second: Form, made_by: dict[core.Var, Any]) -> Form:
+def one_hot_form(first: Form, second: Form, graph: Graph) -> Form:
     """Returns the form of `entries == iota`.
 
     Args:
         first: The form of one side.
         second: The form of the other side.
-        made_by: The equation that computed each variable.
+        graph: The jaxpr.
     """
     for rows, iota in ((first, second), (second, first)):
-        size = _iota_size(iota, made_by)
+        size = _iota_size(iota, graph)
         if size is None or len(rows.terms) != 1 or len(rows.terms[0].factors) != 1:
             continue
         (dim,) = (d for d in iota.dims if d)
         factor = rows.terms[0].factors[0]
         if set(factor.indices) & set(dim):
             continue
-        choice = Choice(value_key(made_by, factor.var), False, "zero")
+        choice = Choice(value_key(graph, factor.var), False, "zero")
         bare = Form(tuple(d for d in rows.dims if d != dim), rows.terms)
         term = _choice_term(bare, dim, choice)
         dims = tuple(a or b for a, b in zip(rows.dims, iota.dims, strict=True))
@@ -223,12 +224,11 @@ def one_hot_form(first: Form, second: Form, made_by: dict[core.Var, Any]) -> For
     raise Opaque
 
 
-def _iota_size(form: Form, made_by: dict[core.Var, Any]) -> int | None:
+def _iota_size(form: Form, graph: Graph) -> int | None:
     """Returns the size of an iota along its only dimension; None: it is not an iota."""
     if len(form.terms) != 1 or len(form.terms[0].factors) != 1:
         return None
-    var = form.terms[0].factors[0].var
-    eqn = made_by.get(var) if isinstance(var, core.Var) else None
+    eqn = graph.equation(form.terms[0].factors[0].var)
     if eqn is None or eqn.primitive.name != "iota":
         return None
     shape, axis = eqn.params["shape"], eqn.params["dimension"]

@@ -4,7 +4,7 @@ They tell that the floor of a number from 0.8 to 1.8 is a mask of zeros and ones
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.normal_forms.forms import Atom
 
 Bounds = tuple[Any, Any]  # the smallest and the largest value, in the array's dtype
@@ -28,19 +29,19 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
 }
 
 
-def is_zero_or_one(made_by: Mapping[core.Var, Any], atom: Atom) -> bool:
+def is_zero_or_one(graph: Graph, atom: Atom) -> bool:
     """Tells whether every element of an array of whole numbers is 0 or 1.
 
     Args:
-        made_by: The equation that computed each variable.
+        graph: The jaxpr.
         atom: The array.
     """
-    found = _bounds(made_by, atom, {}, _DEPTH)
+    found = _bounds(graph, atom, {}, _DEPTH)
     return found is not None and bool(found[0] >= 0 and found[1] <= 1)
 
 
 def _bounds(
-    made_by: Mapping[core.Var, Any],
+    graph: Graph,
     atom: Atom,
     seen: dict[Atom, Bounds | None],
     depth: int,
@@ -52,9 +53,9 @@ def _bounds(
         return (value.min(), value.max()) if value.size else None
     if atom in seen:
         return seen[atom]
-    eqn, found = made_by.get(atom), None
+    eqn, found = graph.equation(atom), None
     if eqn is not None and depth and len(eqn.outvars) == 1:
-        operands = (_bounds(made_by, v, seen, depth - 1) for v in eqn.invars)
+        operands = (_bounds(graph, v, seen, depth - 1) for v in eqn.invars)
         known = [bounds for bounds in operands if bounds is not None]
         with np.errstate(all="ignore"):
             found = _apply(eqn, known) if len(known) == len(eqn.invars) else None

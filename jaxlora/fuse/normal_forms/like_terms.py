@@ -133,7 +133,7 @@ def simplified(n: Normalizer, form: Form) -> Form:
 
 
 def _is_offset(n: Normalizer, var: core.Var) -> bool:
-    eqn = n.made_by.get(var)
+    eqn = n.graph.equation(var)
     return eqn is not None and eqn.primitive.name in _OFFSETS
 
 
@@ -151,7 +151,7 @@ def _opened(n: Normalizer, terms: Iterable[Term], var: core.Var) -> Iterator[Ter
 
 def _parts(n: Normalizer, var: core.Var, factor: Factor) -> list[Term] | None:
     """Returns the array and the number of a factor that is their sum, or None."""
-    eqn: Any = n.made_by[var]
+    eqn: Any = n.graph.equation(var)
     aval: Any = var.aval
     if not factor.is_number or not holds(factor.dtype, aval.dtype):
         return None  # the sum was rounded by a cast

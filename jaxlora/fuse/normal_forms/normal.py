@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.normal_forms.forms import (
     MAX_TERMS,
     Atom,
@@ -58,28 +59,27 @@ class Normalizer:
     Attributes:
         indices: The indices of all forms.
         forms: The form of each variable that was computed.
-        made_by: The equation that computed each variable.
-        numbers: Its number.
+        graph: The jaxpr.
         number: The number of the present equation.
         joiner: Makes one term of concatenated segments.
         added: Equations of new variables, which forms may have.
     """
 
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
         """Starts without forms.
 
         Args:
+            graph: The jaxpr.
             rules: The rule of each primitive, by its name; results of others are opaque
                 arrays.
         """
+        self.graph = graph
         self._rules = rules
         self.indices = Indices()
         self.forms: dict[core.Var, Form] = {}
-        self.made_by: dict[core.Var, Any] = {}
-        self.numbers: dict[core.Var, int] = {}
         self.number = -1
         self.added: list[Any] = []
-        self.joiner = Joiner(self.indices, self.made_by, self.numbers, self.add)
+        self.joiner = Joiner(self.indices, graph, self.add)
         self._reciprocals: dict[Any, core.Var] = {}
 
     def leaf(self, atom: Atom) -> Form:
@@ -101,9 +101,6 @@ class Normalizer:
 
     def add_equation(self, number: int, eqn: Any) -> None:
         """Computes the form of an equation's result."""
-        for out in eqn.outvars:
-            self.made_by[out] = eqn
-            self.numbers[out] = number
         self.number = number
         if len(eqn.outvars) != 1:
             return
@@ -147,7 +144,7 @@ class Normalizer:
             read = [v if isinstance(v, core.Literal) else env[v] for v in inner.invars]
             new = inner.replace(invars=read, outvars=[env[v] for v in inner.outvars])
             self.added.append(new)
-            self.made_by.update(dict.fromkeys(new.outvars, new))
+            self.graph.added.update(dict.fromkeys(new.outvars, new))
         return env[made.outvars[0]]
 
     def reciprocal(self, form: Form, eqn: Any) -> Form:

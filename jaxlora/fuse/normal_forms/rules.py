@@ -302,8 +302,8 @@ def _gather(n: Normalizer, eqn) -> Form:
     table = eqn.invars[0]
     if not is_arithmetic(table.aval):
         raise Opaque
-    rows = entries_of(n.made_by, eqn)
-    key, form = value_key(n.made_by, rows), fresh(n.indices, n.form(table))
+    rows = entries_of(n.graph, eqn)
+    key, form = value_key(n.graph, rows), fresh(n.indices, n.form(table))
     return gather_form(form, _entries(n, rows), key, eqn)
 
 
@@ -318,12 +318,12 @@ def _eq(n: Normalizer, eqn) -> Form:
     first, second = (_entries(n, v) for v in eqn.invars)
     if len(first.dims) != len(second.dims):
         raise Opaque
-    return one_hot_form(first, second, n.made_by)
+    return one_hot_form(first, second, n.graph)
 
 
 def _ragged_dot(n: Normalizer, eqn) -> Form:
     left, right, sizes = eqn.invars
-    key = value_key(n.made_by, sizes)
+    key = value_key(n.graph, sizes)
     table = fresh(n.indices, n.form(right))
     product = ragged_dot_form(n.indices, n.form(left), table, sizes, key, eqn)
     return _at_its_precision(n, product, eqn)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.normal_forms.forms import (
     Choice,
     Dims,
@@ -113,20 +114,17 @@ class Joiner:
 
     Attributes:
         indices: The indices of all forms.
-        made_by: The equation that computed each variable.
-        numbers: Its number.
+        graph: The jaxpr.
     """
 
     def __init__(
         self,
         indices: Indices,
-        made_by: dict[Any, Any],
-        numbers: dict[Any, int],
+        graph: Graph,
         add: Callable[..., core.Var],
     ) -> None:
         self.indices = indices
-        self.made_by = made_by
-        self.numbers = numbers
+        self.graph = graph
         self._add = add
 
     def source_of(self, segments: Segments) -> tuple[int, Any, int]:
@@ -147,7 +145,7 @@ class Joiner:
         for size, entry in zip(segments.sizes, segments.entries, strict=True):
             if entry >= 0:
                 var = segments.terms[entry].factors[place].var
-                found.add(_slice_of(self.made_by, var, axis, start))
+                found.add(_slice_of(self.graph, var, axis, start))
             start += size
         source = found.pop()
         if found or source is None or source.aval.shape[axis] != start:
@@ -206,7 +204,8 @@ class Joiner:
 
     def _equations(self, segments: Segments, place: int) -> frozenset[int]:
         """Returns the numbers of all equations of the segments, and of x's slices."""
-        slices = {self.numbers[t.factors[place].var] for t in segments.terms}
+        sources = (t.factors[place].var for t in segments.terms)
+        slices = {self.graph.maker[v] for v in sources if isinstance(v, core.Var)}
         return frozenset(slices).union(*(t.equations for t in segments.terms))
 
     def _choice(
@@ -239,9 +238,9 @@ class Joiner:
         return dataclasses.replace(first, var=table, dims=((entry,), *first.dims))
 
 
-def _slice_of(made_by: dict[Any, Any], var: Any, axis: int, start: int) -> Any:
+def _slice_of(graph: Graph, var: Any, axis: int, start: int) -> Any:
     """Returns the array of which a variable is the slice that starts at a row."""
-    eqn = made_by.get(var) if isinstance(var, core.Var) else None
+    eqn = graph.equation(var)
     if eqn is None:
         return None
     (source, *_), params = eqn.invars, eqn.params

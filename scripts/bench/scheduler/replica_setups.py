@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.costs.gpus import find_speed, parse_machine
-from jaxlora.models.options import DecoderOptions
+from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
@@ -58,6 +58,7 @@ class Setup:
         link_bytes: Bytes per second from one GPU to another in the same machine.
         network_gbits: Gigabits per second between machines.
         jobs: The jobs.
+        remat: Part of each layer that the backward pass recomputes.
         saved: What LobRA saves over Task-Fused, in the paper.
         fused, deployment: The paper's deployments (Table 2), as tensor x stage.
     """
@@ -71,6 +72,7 @@ class Setup:
     saved: str
     fused: str
     deployment: str
+    remat: Remat = "none"
 
 
 def _llama2(width: int, mlp: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
@@ -113,6 +115,7 @@ SETUPS = (
         saved="60.67 %",
         fused="4 x <16,1>",
         deployment="4 x <2,4> + 1 x <4,2> + 1 x <8,1> + 1 x <16,1>",
+        remat="mlp",  # without it, no replica of 16 GPUs holds 16,384 tokens
         **A800,
     ),
 )
@@ -163,6 +166,7 @@ def make_kinds(
         implementation="triton",
         attention="triton",
         max_segment_tokens=LONGEST,
+        remat=setup.remat,
     )
     speed = dataclasses.replace(
         find_speed(machine.gpu.kind), link_bytes=setup.link_bytes

@@ -132,8 +132,6 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
             {"target_modules": ["q_proj", "query_key_value"]},
             r"'query_key_value' matches no linear of the model\. There are: q_proj",
         ),
-        ({"target_modules": ["proj"]}, "entry 'proj' matches no linear"),
-        ({"target_modules": ["layers.12.mlp.up_proj"]}, "matches no linear"),
         (
             {"target_modules": "q_proj"},
             r"target_modules='q_proj' matches no linear of the model\. A string is a "
@@ -147,7 +145,6 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
             {"target_modules": ["q_proj", "lm_head"]},
             "names 'lm_head', which matches lm",
         ),
-        ({"target_modules": ["model.embed_tokens"]}, "names 'model.embed_tokens'"),
         ({"target_modules": "lm_head"}, "the head beside them, set modules_to_save"),
         (
             {"target_modules": ".*(q_proj|lm_head)"},
@@ -161,29 +158,13 @@ def test_the_first_pattern_that_ends_the_name_counts(pattern, value):
         ({"exclude_modules": ["k_proj"]}, "excludes nothing of the 24 targets"),
         ({"exclude_modules": ".*"}, "excludes everything of the 24 targets"),
         (
-            {"exclude_modules": "*"},
-            r"exclude_modules '\*' is not a valid regular expression",
-        ),
-        (
             {"rank_pattern": {"k_proj": 4}},
             "rank_pattern key 'k_proj' matches none of the job's targets: q_proj, v_p",
         ),
         ({"alpha_pattern": {"k_proj": 4}}, "alpha_pattern key 'k_proj' matches none"),
         (
-            {"rank_pattern": {"[": 4}},
-            r"rank_pattern key '\[' is not a valid regular expression",
-        ),
-        (
             {"target_modules": "(.|[a-z]|[^!])*[!?]"},
             r"job 'a': '\(\.\|\[a-z\]\|.*takes longer than 1 s to match",
-        ),
-        # Each takes a second. A key of rank_pattern: test_peft_import.py.
-        *(
-            pytest.param(one, "takes longer than 1 s to match", marks=pytest.mark.grid)
-            for one in (
-                {"exclude_modules": "(.|[a-z]|[^!])*[!?]"},
-                {"rank_pattern": {"(.|.)*!?\\d": 4}},
-            )
         ),
         ({"target_modules": "(([a-z_.0-9])+)+!"}, "matches no linear of the model"),
         (

@@ -14,7 +14,7 @@ from jaxlora.hf.files import model_folder
 from jaxlora.train.saved.export import export_checkpoint
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
-from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.runs import AtWindow
 
 OLD, NEW = "a" * 40, "b" * 40
 NORM = "model.norm.weight"

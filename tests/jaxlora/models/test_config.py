@@ -209,13 +209,8 @@ def test_rope_in_both_spellings(v4, v5, theta, scaling):
     ("more", "match"),
     [
         ({"model_type": "gpt2"}, r"model_type='gpt2'\. Supported: llama, mistral"),
-        ({"model_type": None}, "model_type=None"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\]\. Supported"),
         ({"num_local_experts": 8}, "num_local_experts=8: mixture-of-experts"),
-        (
-            {"model_type": "mixtral", "num_experts": 128},
-            "num_experts=128: mixture-of-experts",
-        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is supported"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1; only 0 is supported"),
         (
@@ -241,46 +236,12 @@ def test_rope_in_both_spellings(v4, v5, theta, scaling):
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor='two'; wanted"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear'; wanted an object"),
         ({"rope_theta": "big"}, "rope_theta='big'; wanted a number"),
-        ({"rope_theta": -1.0}, "rope_theta=-1.0; wanted a number above 0"),
-        ({"rope_theta": float("nan")}, "rope_theta=nan; wanted a number above 0"),
         ({"tie_word_embeddings": "false"}, "'false'; wanted true or false"),
-        ({"attention_bias": "no"}, "attention_bias='no'; wanted true or false"),
-        ({"mlp_bias": 1}, "mlp_bias=1; wanted true or false"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which is"),
         ({"num_attention_heads": 7}, "hidden_size=64, not a multiple of"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
         ({"head_dim": 7}, "head_dim=7; rotary positions need an even one"),
-        ({"vocab_size": "320"}, "vocab_size='320'; wanted a positive whole number"),
-        ({"hidden_size": 64.0}, "hidden_size=64.0; wanted a positive whole number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0; wanted a positive whole"),
-        ({"num_attention_heads": True}, "num_attention_heads=True; wanted a pos"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'; wanted a number"),
         ({"intermediate_size": None}, "lacks 'intermediate_size'"),
         ({"sliding_window": 64}, "sliding_window=64 for a llama model"),
-        (
-            {"model_type": "mistral", "sliding_window": "64"},
-            "sliding_window='64'; wanted a positive whole number",
-        ),
-        (
-            {"model_type": "qwen2", **QWEN_WINDOW, "layer_types": ["full_attention"]},
-            "layer_types=.*for each of the 4 layers",
-        ),
-        (
-            {"model_type": "qwen2", **QWEN_WINDOW, "layer_types": 4},
-            "layer_types=4; wanted one of",
-        ),
-        (
-            {"model_type": "qwen2", **QWEN_WINDOW, "max_window_layers": "3"},
-            "max_window_layers='3'; wanted a whole number",
-        ),
-        (
-            {"model_type": "qwen3", **QWEN_WINDOW, "use_sliding_window": "yes"},
-            "use_sliding_window='yes'; wanted true or false",
-        ),
-        (
-            {"model_type": "qwen2", **QWEN_WINDOW, "layer_types": ["chunked"] * 4},
-            "layer_types=.*wanted one of",
-        ),
     ],
 )
 def test_refused(more, match):
@@ -309,20 +270,13 @@ def test_sizes_are_bounded_before_anything_is_made(key, value):
         ({"rope_theta": 10**400}, "rope_theta=1000.*; wanted a number above 0, and at"),
         ({"rope_theta": 1e-300}, "rope_theta=1e-300; wanted at least 1"),
         ({"rope_theta": 1e300}, r"rope_theta=1e\+300; wanted a number above 0, and at"),
-        (
-            {"rms_norm_eps": 1e300},
-            r"rms_norm_eps=1e\+300; wanted a number above 0, and",
-        ),
         ({"rope_scaling": {"type": []}}, r"rope_type=.*; supported: default, linear"),
         (
             {"rope_scaling": {**LLAMA3, "type": "llama3", "high_freq_factor": 1.0}},
             "high_freq_factor=1, which must be above low_freq_factor=1",
         ),
-        ({"hidden_act": None}, "hidden_act=None; only 'silu' is supported"),
         ({"hidden_size": 65, "head_dim": 8}, "hidden_size=65, not a multiple of"),
-        ({"eos_token_id": "2"}, "eos_token_id='2'; wanted a whole number"),
         ({"eos_token_id": [2, None, "a"]}, "eos_token_id=.*; wanted a whole number"),
-        ({"bos_token_id": [1]}, r"bos_token_id=\[1\]; wanted a whole number"),
         ({"pad_token_id": True}, "pad_token_id=True; wanted a whole number"),
         ({"auto_map": "a" * 9999}, r"auto_map='aaa.*\.\.\..*, which is not read"),
     ],

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.adapters.stage_sharding import ONE_DEVICE
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.forward import SlotKeys
 from jaxlora.models.registry import model_config
 from jaxlora.models.residuals import pull_back
 from jaxlora.models.sections import chosen_layers, sections
@@ -20,72 +18,15 @@ from jaxlora.programs.program import keep_programs, wait_until_kept
 from jaxlora.scheduler import Limits
 from jaxlora.train.execute.step import CompiledSteps
 from tests import tiny
-from tests.jaxlora.models.test_tensor_parallel import (
-    DORA,
-    ROUNDING,
-    ROWS,
-    VERA,
-    arguments,
-    make_spec,
-)
+from tests.jaxlora.models.test_tensor_parallel import make_spec
 from tests.llama import LLAMA_8B, LLAMA_70B, with_layers
 from tests.llama import decoder as llama
-from tests.oracle import relative_error
-
-SPECS = {
-    "tied": {"tied": True, "adapted": ("q", "down"), "remat": "mlp"},
-    "dora": {"adapted": ("v",), "shape": tuple(DORA.items()), "remat": "layer"},
-    "vera": {"adapted": ("o",), "shape": tuple((VERA | ROWS).items())},
-    "whole": {
-        "adapted": (),
-        "shape": (("outside", (("whole_embedding", 1), ("whole_head", 1))),),
-    },
-    "nf4": {
-        "base_format": BaseFormat.named("nf4", kept=("layers.1.mlp.up_proj",)),
-        "adapted": ("up",),
-        "sizes": (("hidden_size", 128), ("intermediate_size", 256)),
-    },
-}
 
 
 def in_programs(spec: DecoderSpec, size: int | None) -> DecoderSpec:
     """The decoder with programs of so many layers; None: one program."""
     options = dataclasses.replace(spec.options, layers_per_program=size)
     return dataclasses.replace(spec, options=options)
-
-
-def step_of(spec: DecoderSpec):
-    """Gradients and losses of a microbatch, and the losses of an evaluation."""
-    steps = CompiledSteps(spec)
-    base, params, pending, own, *rest = arguments(spec, ONE_DEVICE, steps)
-    for module in own:
-        if module.endswith("is_trained"):
-            own[module] = np.array([[False, True, False]])
-    evaluated = steps.evaluate(base, params, own, rest[0], SlotKeys())
-    pending, out, _ = steps.accumulate(base, params, pending, own, *rest)
-    return jax.device_get((pending, out, evaluated))
-
-
-# `tests/jaxlora/train/test_sections.py` trains DoRA and a whole head in sections.
-TRAINED = ("dora", "whole")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.grid if n in TRAINED else ()) for n in SPECS],
-)
-def test_a_chain_computes_what_one_program_does(name):
-    """With dropout, for each kind of slot, in programs of one layer.
-
-    In one case, there are a program of two layers and one of one.
-    """
-    num_layers, size = (3, 2) if name == "tied" else (2, 1)
-    spec = make_spec(num_layers, **SPECS[name])
-    one, chain = step_of(spec), step_of(in_programs(spec, size))
-    for ours, theirs in zip(jax.tree.leaves(chain), jax.tree.leaves(one), strict=True):
-        assert relative_error(ours, theirs) < ROUNDING
-    for stack, gradient in one[0].gradients.items():
-        assert gradient.any(), stack
 
 
 def test_alike_sections_are_one_kept_program(tmp_path, monkeypatch):

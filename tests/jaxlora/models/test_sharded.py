@@ -1,7 +1,6 @@
 """A decoder whose weights are divided among devices computes what a whole one does."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
-from jaxlora.models.residuals import Pullback, pull_back
+from jaxlora.models.residuals import pull_back
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
@@ -107,15 +106,6 @@ def loss_and_gradients(spec: DecoderSpec, base, tables, batch):
     return jax.grad(total, has_aux=True)(tables)
 
 
-@functools.cache
-def wanted_losses_and_gradients(*, tied: bool):
-    """Those of a whole decoder that recomputes nothing, for each of `MOST_DEVICES`."""
-    spec = make_spec(tied=tied)
-    run = jax.vmap(functools.partial(loss_and_gradients, spec), (None, None, 0))
-    program = jax.jit(run, compiler_options=QUICK_TO_COMPILE)
-    return program(*arrays(spec), batches(MOST_DEVICES))
-
-
 def on_devices(
     spec: DecoderSpec,
     run,
@@ -140,111 +130,30 @@ def first(tree):
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def first_of(tree, count: int):
-    return jax.tree.map(lambda x: x[:count], tree)
-
-
 def with_axis(tree):
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def assert_equal(got, wanted):
-    """Within the rounding of float32: programs of another mesh fuse differently."""
-
-    def check(got, wanted):
-        scale = np.abs(wanted).max()
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * scale)
-
-    jax.tree.map(check, got, wanted)
-
-
-@pytest.mark.needs_devices(4)
-@pytest.mark.parametrize(
-    ("fsdp", "remat", "tied"),
-    [
-        (2, "none", True),
-        pytest.param(4, "none", False, marks=pytest.mark.grid),
-        pytest.param(4, "mlp", True, marks=pytest.mark.grid),
-        pytest.param(2, "layer", False, marks=pytest.mark.grid),
-    ],
-)
-def test_each_device_gets_the_losses_and_gradients_of_a_whole_decoder(
-    fsdp, remat, tied
-):
-    spec = make_spec(fsdp=fsdp, remat=remat, tied=tied)
-    base, tables = arrays(spec)
-
-    def local(base, tables, batch):
-        return with_axis(loss_and_gradients(spec, base, tables, first(batch)))
-
-    run = on_devices(spec, local, PartitionSpec(), PER_DEVICE)
-    got = run(base, tables, batches(fsdp))
-    wanted = first_of(wanted_losses_and_gradients(tied=tied), fsdp)
-    assert np.abs(wanted[1].loss).min() > 0
-    assert_equal(got, wanted)
-
-
-@pytest.mark.needs_devices(2)
-def test_evaluation_gives_the_losses_of_a_whole_decoder():
-    spec = make_spec(fsdp=2)
-
-    def losses(spec, base, tables, batch):
-        return job_losses(spec, base, tables, settings(spec), batch, None)
-
-    def local(base, tables, batch):
-        return with_axis(losses(spec, base, tables, first(batch)))
-
-    args = *arrays(spec), batches(2)
-    got = on_devices(spec, local, PartitionSpec(), PER_DEVICE)(*args)
-    whole = functools.partial(losses, whole_spec(spec))
-    assert_equal(got, jax.jit(jax.vmap(whole, (None, None, 0)))(*args))
-
-
 @pytest.mark.needs_devices(2)
 def test_a_stage_keeps_only_activations_for_its_backward_program():
-    """The backward pass of the first stage runs in a program of its own."""
+    """Weights are gathered again, or each stage would hold them all at once."""
     spec = make_spec(fsdp=2, tied=True)
-    (base, tables), batch = arrays(spec), batches(2)
-    pullbacks: list[Pullback] = []
-    first_stage, last_stage = spec.stage(0, 2), spec.stage(2, LAYERS)
-
-    def own(stage):
-        adapters = {p: tables[p] for stack in stage.stacks for p in stack.paths}
-        return {p: base[p] for p in stage.base_shapes()}, adapters
+    (base, tables), stage = arrays(spec), spec.stage(0, 2)
+    base = {path: base[path] for path in stage.base_shapes()}
+    tables = {path: tables[path] for s in stage.stacks for path in s.paths}
+    shapes = {s.shape for s in spec.base_shapes().values() if s.ndim > 1}
+    shapes |= {(k // 2, n) for k, n in shapes}
 
     def forward(base, tables, batch):
         def run(tables):
-            part = settings(first_stage)
-            return run_stage(first_stage, base, tables, part, first(batch), KEYS)
+            return run_stage(stage, base, tables, settings(stage), first(batch), KEYS)
 
-        h, made, kept = pull_back(run, (tables,), (base, tables))
-        pullbacks.append(made)
-        shapes = {s.shape for s in spec.base_shapes().values() if s.ndim > 1}
-        shapes |= {(k // 2, n) for k, n in shapes}
-        assert not shapes & {array.shape for array in kept}
+        h, _, kept = pull_back(run, (tables,), (base, tables))
+        assert kept and not shapes & {array.shape for array in kept}
         return with_axis((h, kept))
 
-    def both(base, tables, batch, h):
-        def total(tables, h):
-            part = settings(last_stage)
-            out = run_stage(last_stage, base, tables, part, first(batch), KEYS, h)
-            return out.loss.sum(), out
-
-        return with_axis(jax.grad(total, (0, 1), has_aux=True)(tables, first(h)))
-
-    def backward(base, tables, kept, dh):
-        (gradients,) = pullbacks[-1].join(first(kept), (base, tables))(first(dh))
-        return with_axis(gradients)
-
-    whole = PartitionSpec()
-    of_first, of_last = own(first_stage), own(last_stage)
-    h, kept = on_devices(first_stage, forward, whole, PER_DEVICE)(*of_first, batch)
-    last = on_devices(last_stage, both, whole, PER_DEVICE, PER_DEVICE)
-    (gradients, dh), out = last(*of_last, batch, h)
-    first_backward = on_devices(first_stage, backward, whole, PER_DEVICE, PER_DEVICE)
-    gradients |= first_backward(*of_first, kept, dh)
-    wanted, wanted_out = first_of(wanted_losses_and_gradients(tied=True), 2)
-    assert_equal((gradients, out), (wanted, wanted_out))
+    run = on_devices(stage, forward, PartitionSpec(), PER_DEVICE)
+    jax.eval_shape(run, base, tables, batches(2))
 
 
 # ---- placements, and wrong meshes ----------------------------------------------------

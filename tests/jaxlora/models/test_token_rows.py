@@ -49,32 +49,6 @@ def embedding_of(rows, table, slot: int):
     return table
 
 
-def test_each_slot_looks_up_its_own_rows():
-    layer, table, tokens = make()
-    weight = normal(3, (T, D))
-
-    def ours(rows):
-        h = with_table(layer, rows).looked_up(
-            table[tokens], tokens, jnp.asarray(BLOCKS)
-        )
-        return (h * weight).sum(), h
-
-    def wanted(rows):
-        parts = [
-            embedding_of(rows, table, slot)[tokens[i * BLOCK : (i + 1) * BLOCK]]
-            for i, slot in enumerate(BLOCKS)
-        ]
-        h = jnp.concatenate(parts)
-        return (h * weight).sum(), h
-
-    start = layer.rows[...]
-    found, h = gradients(ours)(start)
-    exact, h_wanted = gradients(wanted)(start)
-    np.testing.assert_array_equal(h, h_wanted)
-    assert relative_error(found, exact) < 1e-6
-    assert found[1, 0].any() and not found[2].any()
-
-
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_head_has_the_rows_of_each_slot(is_tied):
     """A tied head is stored V D, another one D V."""

@@ -44,29 +44,6 @@ def with_table(layer: WholeTables, table: jax.Array) -> WholeTables:
     return nnx.merge(graph, tables, rest)
 
 
-def test_each_slot_looks_up_its_own_rows():
-    layer, frozen, tokens = make()
-    weight = normal(3, (T, D))
-    slots = jnp.repeat(jnp.asarray(BLOCKS), BLOCK)
-
-    def ours(table, frozen):
-        own = with_table(layer, table)
-        h = own.looked_up(frozen, tokens, jnp.asarray(BLOCKS))
-        return (h * weight).sum(), h
-
-    def wanted(table, frozen):
-        h = jnp.where(MINE[:, None], table[slots, tokens], frozen)
-        return (h * weight).sum(), h
-
-    arguments = layer.table[...], frozen
-    found, h = gradients(ours, (0, 1))(*arguments)
-    exact, h_wanted = gradients(wanted, (0, 1))(*arguments)
-    np.testing.assert_array_equal(h, h_wanted)
-    for one, other in zip(found, exact, strict=True):
-        assert relative_error(one, other) < 1e-6
-    assert found[0][0].any() and found[0][1].any() and not found[0][2:].any()
-
-
 @pytest.mark.parametrize("has_shares", [False, True])
 def test_each_slot_has_its_own_head(has_shares, monkeypatch):
     """Several chunks for a slot, none for another; labels of one token or several."""

@@ -19,12 +19,15 @@ from jaxlora.objectives.base import Objective, ObjectiveSettings
 from jaxlora.objectives.next_token import NEXT_TOKEN
 from jaxlora.objectives.table import OBJECTIVES, find_objective
 from jaxlora.run.events import EvalEvent, StepEvent
-from jaxlora.run.log import read_events
 from tests import tiny
 from tests.jaxlora.models.test_logits import packed_logits
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import outcome
-from tests.jaxlora.train.swept import write_job
+from tests.jaxlora.train.runs import (
+    InterruptAt,
+    events_of,
+    outcome,
+    run_of,
+    write_swept_job,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +63,10 @@ def run(model, tmp_path):
     number = itertools.count()
 
     def make(jobs: list[LoraJob], **settings) -> RunConfig:
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / f"{next(number)}"),
-            jobs=jobs,
+        return run_of(
+            model,
+            tmp_path / f"{next(number)}",
+            jobs,
             max_concurrent_jobs=3,
             microbatch_tokens=128,
             block_tokens=16,
@@ -76,7 +79,7 @@ def run(model, tmp_path):
 
 @pytest.fixture
 def jobs(tmp_path) -> list[LoraJob]:
-    job = write_job(tmp_path).replace(eval_every=4, shuffle=False)
+    job = write_swept_job(tmp_path).replace(eval_every=4, shuffle=False)
     own = {"objective": "capped", "learning_rate": 1e-2}
     return [
         job.replace(name="a", **own),
@@ -137,7 +140,7 @@ def test_losses_and_metrics_are_those_of_numpy(model, run, jobs):
     wanted = np.minimum(steps, 4.0).mean(axis=1)
     assert found.losses["a"][: len(wanted)] == pytest.approx(wanted, rel=1e-5)
     assert found.evals["a"] == pytest.approx([wanted.mean()] * 3, rel=1e-5)
-    events = read_events(found.result.output_dir / "metrics.jsonl")
+    events = events_of(found.result.output_dir)
     own = [event for event in events if event.get("job") == "a"]
     shares = [one["share_capped"] for one in own if one["event"] == "step"]
     assert shares[: len(steps)] == pytest.approx((steps > 4.0).mean(axis=1))

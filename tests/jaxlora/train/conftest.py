@@ -1,24 +1,21 @@
 """A tiny model, jobs that differ in everything, and a way to run them."""
 
-import pathlib
 from collections.abc import Callable
 
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora import LoraJob
 from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.plan.memory import device_memory
+from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.train.report import summary
 from jaxlora.train.report.plot import plot_losses
 from tests import tiny
 from tests.jaxlora.memory_formula import estimated_by_formula
-from tests.jaxlora.train.at_window import at_windows
 from tests.jaxlora.train.host_executor import without_device
 from tests.jaxlora.train.mesh_runs import MeshRuns
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import LINEARS, Outcome, outcome, two_slots
 
-# One linear of attention and one of the MLP. All seven take twice as long to trace and
-# to compile; test_peft_run.py trains them, and some that share an input.
-LINEARS = r".*\.(q|down)_proj"
 TARGETS = (
     ("q_proj",),
     LINEARS,
@@ -27,23 +24,10 @@ TARGETS = (
 )
 
 
-# One shape of two slots. Runs that have it share programs, whose tracing and compiling
-# takes far longer than to train a tiny model.
-TWO_SLOTS = {
-    "max_concurrent_jobs": 2,
-    "slot_rank": 8,
-    "slot_targets": LINEARS,
-    "slot_dropout": True,
-    "microbatch_tokens": 512,
-    "block_tokens": 16,
-}
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> FrozenModel:
     """A model of one layer: tracing and compiling take half as long as for two."""
-    folder = tmp_path_factory.mktemp("base") / "tiny"
-    tiny.write_model(folder, config=tiny.CONFIG | {"num_hidden_layers": 1})
+    folder = tiny.write_layers(tmp_path_factory.mktemp("base") / "tiny", 1)
     return load_model(folder, dtype="float32")
 
 
@@ -112,6 +96,17 @@ def no_device():
 
 
 @pytest.fixture
+def have(monkeypatch):
+    """Sets what the device's memory has for a run."""
+
+    def set_to(num_bytes: int) -> None:
+        found = DeviceMemory(num_bytes=num_bytes, source="a pretended device")
+        monkeypatch.setattr(device_memory, "device_memory", lambda *_: found)
+
+    return set_to
+
+
+@pytest.fixture
 def pictures(monkeypatch):
     """A test's runs draw their losses, as those of users."""
     monkeypatch.setattr(summary, "plot_losses", plot_losses)
@@ -123,26 +118,13 @@ def train(model, tmp_path) -> Callable[..., Outcome]:
     count = iter(range(1000))
 
     def run(jobs, *, on_window=None, **settings) -> Outcome:
-        shape = {"microbatch_tokens": 512, "block_tokens": 16, "slot_dropout": True}
         # So that a single job shares the programs of runs with TWO_SLOTS.
-        shape |= {"slot_targets": LINEARS, "max_concurrent_jobs": max(2, len(jobs))}
-        settings = shape | settings
-        config = RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / f"run{next(count)}"),
-            jobs=jobs,
-            checkpoint_every=None,
-            slot_rank=8,
-            **settings,
-        )
-        trainer = Trainer(config, model)
-        return Outcome(trainer, trainer.train(callbacks=at_windows(on_window)), model)
+        slots = {"max_concurrent_jobs": max(2, len(jobs)), "checkpoint_every": None}
+        folder = tmp_path / f"run{next(count)}"
+        config = two_slots(model, folder, jobs, **slots | settings)
+        return outcome(config, model, on_window=on_window)
 
     return run
-
-
-def folder_of(outcome: Outcome) -> pathlib.Path:
-    return outcome.result.output_dir
 
 
 @pytest.fixture(scope="session")
@@ -160,10 +142,10 @@ def mesh_jobs(jobs) -> tuple[LoraJob, ...]:
     some = {"target_modules": ("down_proj",)}
     last = {"target_modules": r"model\.layers\.1\..*(v|down)_proj"}
     return (
-        jobs[0].model_copy(update=first | always | steady),
-        jobs[1].model_copy(update=some | steady),
-        jobs[2].model_copy(update=steady),
-        jobs[3].model_copy(update=last | always | steady),
+        jobs[0].replace(**first | always | steady),
+        jobs[1].replace(**some | steady),
+        jobs[2].replace(**steady),
+        jobs[3].replace(**last | always | steady),
     )
 
 
@@ -171,7 +153,7 @@ def mesh_jobs(jobs) -> tuple[LoraJob, ...]:
 def small_jobs(mesh_jobs) -> tuple[LoraJob, ...]:
     """The same jobs with batches of two samples, which replicas do not share."""
     even = {"batch_size": 2, "steps": 4}
-    return tuple(job.model_copy(update=even) for job in mesh_jobs)
+    return tuple(job.replace(**even) for job in mesh_jobs)
 
 
 @pytest.fixture(scope="session")

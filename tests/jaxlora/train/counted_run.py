@@ -1,20 +1,10 @@
-"""Counts the programs that a run compiles.
-
-    python -m tests.jaxlora.train.counted_run RUN_FILE {interrupt,resume,train}
-
-trains in this process and prints the counts as one line of JSON.
-"""
+"""Counts the programs that a run compiles."""
 
 import collections
 import contextlib
-import json
 import logging
-import sys
 
 import jax
-
-from jaxlora import Trainer, load_run
-from tests.jaxlora.train.at_window import AtWindow
 
 
 @contextlib.contextmanager
@@ -48,23 +38,3 @@ def interrupt(trainer):
     """Ends a run in its second window, as a crash would; its checkpoints stay."""
     if trainer.round == 2:
         raise RuntimeError("stop here")
-
-
-def main(run_file: str, how: str) -> None:
-    config = load_run(run_file)
-    statuses, result = [], None
-    with counting() as (compiled, missed):
-        if how == "interrupt":
-            with contextlib.suppress(RuntimeError):
-                Trainer(config).train(callbacks=[AtWindow(interrupt)])
-        else:
-            result = Trainer(config).train(resume=how == "resume")
-            statuses = [job.progress.status for job in result.jobs]
-    counts = {"compiled": compiled, "missed": missed, "statuses": statuses}
-    if result is not None:
-        counts["num_compilations"] = result.num_compilations
-    print(json.dumps(counts))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

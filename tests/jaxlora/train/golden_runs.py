@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from typing import Any
 
 import safetensors.numpy
 
@@ -14,7 +15,7 @@ from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
 from scripts.bench.mesh.fixed_ticks import FixedTicks, pack_whole
-from tests.jaxlora.train.planned_run import plan_jobs
+from tests.jaxlora.train.runs import plan_jobs
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -42,13 +43,14 @@ def read_weights(
     return import_peft(folder, linear_shapes(model.config), score_size=size)
 
 
-def train_together(model, jobs: list[JobState], capacity: int = 128):
+def train_together(model, jobs: list[JobState], capacity: int = 128, **slots: Any):
     """Trains jobs, and returns the slots, and the outcome of each job's steps."""
     config = RunConfig(
         model="golden",
         jobs=[job.settings for job in jobs],
         microbatch_tokens=capacity,
         block_tokens=8,
+        **slots,
     )
     plan = plan_jobs(config, model, [job.prepared for job in jobs])
     layout = Layout.of(plan.stages)

@@ -11,8 +11,7 @@ import safetensors.numpy
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.hf.load import load_model
 from tests import tiny
-from tests.jaxlora.train.at_window import at_windows
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import Outcome, outcome
 from tests.oracle import relative_error
 
 CONFIG = tiny.CONFIG | {"num_hidden_layers": 2}
@@ -82,9 +81,7 @@ class MeshRuns:
         **settings: Any,
     ) -> Outcome:
         """Trains jobs on a mesh, whose devices read the weights from the disk."""
-        trainer = Trainer(self.config(mesh, jobs, **settings))
-        result = trainer.train(callbacks=at_windows(on_window))
-        return Outcome(trainer, result, trainer.model)
+        return outcome(self.config(mesh, jobs, **settings), on_window=on_window)
 
     def once(self, mesh: str, jobs: Sequence[LoraJob], **settings: Any) -> Outcome:
         """Like `train`, but the same run is trained only once in a session."""

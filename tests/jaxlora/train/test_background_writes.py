@@ -16,8 +16,7 @@ from jaxlora.errors import CheckpointError, StorageError
 from jaxlora.sharding import global_arrays
 from jaxlora.train.saved import checkpoint, run_store
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
-from tests.jaxlora.train.at_window import AtWindow
-from tests.jaxlora.train.conftest import TWO_SLOTS
+from tests.jaxlora.train.runs import AtWindow, adapter_bytes, outcome, two_slots
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +24,15 @@ def make_config(model, jobs):
     """A checkpoint after every second round; the first job exports its best."""
 
     def make(folder: pathlib.Path) -> RunConfig:
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(folder),
-            jobs=(
-                jobs[0].model_copy(update={"keep_best": True, "steps": 6}),
-                jobs[1].model_copy(update={"steps": 5}),
+        return two_slots(
+            model,
+            folder,
+            (
+                jobs[0].replace(keep_best=True, steps=6),
+                jobs[1].replace(steps=5),
             ),
             checkpoint_every=2,
             window_steps=1,
-            **TWO_SLOTS,
         )
 
     return make
@@ -49,12 +47,7 @@ def config(make_config, tmp_path) -> RunConfig:
 def whole(make_config, model, tmp_path_factory):
     """The adapters of a run that nothing stopped and nothing slowed down."""
     config = make_config(tmp_path_factory.mktemp("whole") / "run")
-    return weights(Trainer(config, model).train())
-
-
-def weights(result) -> dict[str, bytes]:
-    name = "adapter_model.safetensors"
-    return {job.name: (job.folder / name).read_bytes() for job in result.jobs}
+    return outcome(config, model).bytes
 
 
 def checkpoints(config) -> pathlib.Path:
@@ -102,7 +95,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert [number for _, number, _ in events] == [2, 4, 6]
     assert all(newest is not None and newest >= n for _, n, newest in events)
     assert recorder.seen[-1] == ("run_end", 6, 6)
-    assert weights(result) == whole
+    assert adapter_bytes(result.output_dir) == whole
 
 
 @pytest.mark.parametrize("most_locked", [1 << 30, 3000, 0])
@@ -138,7 +131,7 @@ def test_a_write_that_fails_ends_the_run(config, model, monkeypatch, whole):
         with pytest.raises(CheckpointError, match=r"could not be written.*No space"):
             Trainer(config, model).train()
     assert newest_checkpoint(checkpoints(config)) == 2
-    assert weights(Trainer(config, model).train(resume=True)) == whole
+    assert outcome(config, model, resume=True).bytes == whole
 
 
 def test_no_checkpoint_follows_an_export_that_failed(config, model, monkeypatch, whole):
@@ -156,7 +149,7 @@ def test_no_checkpoint_follows_an_export_that_failed(config, model, monkeypatch,
             Trainer(config, model).train()
     saved = read_newest(checkpoints(config))
     assert saved.run.progress["job1"].status == "running"
-    assert weights(Trainer(config, model).train(resume=True)) == whole
+    assert outcome(config, model, resume=True).bytes == whole
 
 
 def test_a_signal_during_a_write(config, model, monkeypatch, whole):
@@ -179,7 +172,7 @@ def test_a_signal_during_a_write(config, model, monkeypatch, whole):
     assert result.interrupted
     numbers = [int(path.name) for path in checkpoints(config).iterdir()]
     assert 1 <= len(numbers) <= 2
-    assert weights(Trainer(config, model).train(resume=True)) == whole
+    assert outcome(config, model, resume=True).bytes == whole
 
 
 class Exports(Callback):
@@ -208,7 +201,7 @@ class Exports(Callback):
 
 def test_an_export_is_on_the_disk_when_its_event_comes(config, model):
     exports = Exports()
-    keep = config.model_copy(update={"keep_checkpoints": 1})
+    keep = config.replace(keep_checkpoints=1)
     result = Trainer(keep, model).train(callbacks=[exports])
     assert exports.ended == {"job0", "job1"}
     assert ("job1", 5) in exports.steps

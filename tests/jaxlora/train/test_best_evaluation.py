@@ -9,10 +9,10 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
-from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.job_state import JobState
+from tests.jaxlora.train.runs import prepared_of
 
 
 def job(**settings) -> JobState:
@@ -20,9 +20,7 @@ def job(**settings) -> JobState:
     common = {"eval_fraction": 0.5, "eval_every": 1, "keep_best": True}
     common |= {"name": "a", "data": {"path": "none"}}
     made = LoraJob(**common | settings)
-    prepared = object.__new__(PreparedJob)
-    object.__setattr__(prepared, "settings", made)
-    return JobState(prepared, Adapter(modules={}))
+    return JobState(prepared_of(settings=made), Adapter(modules={}))
 
 
 def evaluate(state: JobState, evaluations, **how) -> list[bool]:

@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Trainer, load_model
+from jaxlora import LoraJob, load_model
 from jaxlora.data import pack
 from tests import tiny
-from tests.jaxlora.train.conftest import LINEARS
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import LINEARS, outcome, run_of
 from tests.oracle import relative_error
 
 STEPS = 4
@@ -73,10 +72,10 @@ def trained(tmp_path_factory):
     )
 
     def train(name, some):
-        config = RunConfig(
-            model=str(model.folder),
-            output_dir=str(folder / name),
-            jobs=some,
+        config = run_of(
+            model,
+            folder / name,
+            some,
             max_concurrent_jobs=2,
             slot_rank=8,
             slot_targets=LINEARS,
@@ -84,8 +83,7 @@ def trained(tmp_path_factory):
             microbatch_tokens=512,
             checkpoint_every=None,
         )
-        trainer = Trainer(config, model)
-        return Outcome(trainer, trainer.train(), model)
+        return outcome(config, model)
 
     together, same, other = train("together", jobs), {}, {}
     for slot, job in enumerate(jobs):

@@ -1,12 +1,9 @@
 """Callbacks receive every event with what it carries, and may steer the run."""
 
-import pathlib
-
 import pytest
 
 from jaxlora import Callback, RunConfig, Trainer
-from jaxlora.run.log import read_events
-from tests.jaxlora.train.conftest import TWO_SLOTS
+from tests.jaxlora.train.runs import adapter_bytes, events_of, two_slots
 
 pytestmark = pytest.mark.usefixtures("no_device")
 
@@ -14,11 +11,10 @@ pytestmark = pytest.mark.usefixtures("no_device")
 @pytest.fixture
 def config(model, jobs, tmp_path) -> RunConfig:
     """Three jobs in two slots."""
-    return RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=[jobs[0], jobs[1].model_copy(update={"steps": 6}), jobs[2]],
-        **TWO_SLOTS,
+    return two_slots(
+        model,
+        tmp_path / "run",
+        [jobs[0], jobs[1].replace(steps=6), jobs[2]],
         checkpoint_every=4,
     )
 
@@ -62,7 +58,7 @@ def test_events_carry_what_happened(config, model):
     assert folders[-1].is_dir() and folders[-1].name == str(events[-1].round)
     assert not events[-1].is_interrupted
     # The log has the same events, in the same order.
-    logged = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
+    logged = events_of(config.output_dir)
     assert [e["event"] for e in logged] == [e.kind for e in events if e.is_logged]
 
 
@@ -100,9 +96,8 @@ def test_a_callback_that_fails_loses_no_step(config, model, tmp_path):
     assert kinds[-3:] == ["window", "checkpoint", "run_end"]
     assert recorder.events[-1].is_interrupted and recorder.events[-1].round < 6
     resumed = Trainer(config, model).train(resume=True)
-    whole = config.model_copy(update={"output_dir": str(tmp_path / "whole")})
+    whole = config.replace(output_dir=str(tmp_path / "whole"))
     calm = Trainer(whole, model).train()
     for ours, wanted in zip(resumed.jobs, calm.jobs, strict=True):
         assert ours.progress == wanted.progress
-        path = "adapter_model.safetensors"
-        assert (ours.folder / path).read_bytes() == (wanted.folder / path).read_bytes()
+    assert adapter_bytes(resumed.output_dir) == adapter_bytes(calm.output_dir)

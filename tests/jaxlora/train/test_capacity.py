@@ -21,32 +21,19 @@ from jaxlora.plan import stages as mesh_stages
 from jaxlora.plan.memory import device_memory as device_module
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.capacity import fit
-from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.memory.footprint import Footprint, StagePrograms
 from jaxlora.plan.mesh.choose import choose
 from jaxlora.plan.mesh.machine import Machine
-from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import write_run_record
 from jaxlora.train.saved.resume import as_begun, resolved_config
 from tests.jaxlora.plan.made_up import search_of
 from tests.jaxlora.train import made_run
-from tests.jaxlora.train.at_window import AtWindow
+from tests.jaxlora.train.runs import AtWindow
 
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_of_runs():
     """Memory is estimated from traces, as for users."""
-
-
-@pytest.fixture
-def have(monkeypatch):
-    """Sets what the device's memory has for a run."""
-
-    def set_to(num_bytes: int) -> None:
-        found = DeviceMemory(num_bytes=num_bytes, source="a pretended device")
-        monkeypatch.setattr(device_module, "device_memory", lambda *_: found)
-
-    return set_to
 
 
 @pytest.fixture
@@ -59,7 +46,7 @@ def config(model, jobs, tmp_path):
         defaults = {
             "model": str(model.folder),
             "output_dir": str(tmp_path / f"run{next(numbers)}"),
-            "jobs": [job.model_copy(update=small) for job in jobs[:2]],
+            "jobs": [job.replace(**small) for job in jobs[:2]],
             "microbatch_tokens": "auto",
             "block_tokens": 16,
             "dtype": "float32",
@@ -330,20 +317,6 @@ def test_what_is_measured_is_not_compiled_again(config, model, caplog):
         Trainer(config(slot_rank=9), model).train()  # no other run has this shape
     compiled = [r for r in caplog.messages if "XLA compilation of jit(accumulate)" in r]
     assert len(compiled) == 1
-
-
-@pytest.mark.grid
-def test_remat_needs_less(config, spec, two_layers):
-    """With one layer, the activations of its pass would be all that is kept."""
-    spec = dataclasses.replace(spec, config=two_layers.config)
-
-    def needed(remat):
-        stages = MeshStages.of(config(), spec).with_remat(remat)
-        [found] = mesh_stages.estimated_footprint(stages, 16, None).stages
-        return found.bytes_per_token
-
-    assert needed("layer") < needed("mlp") < needed("none")
-    assert needed("layer") < needed("elementwise") < needed("none")
 
 
 def test_bounds_choose_whole_units():

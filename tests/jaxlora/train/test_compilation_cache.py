@@ -8,10 +8,11 @@ import sys
 import jax
 import pytest
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import Trainer
 from jaxlora.programs import program
 from jaxlora.programs.program import keep_programs
 from jaxlora.train.compilation_cache import keep_compiled_programs
+from tests.jaxlora.train.runs import run_of
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +36,7 @@ def unset(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("compiled_when_called")
 def test_a_trainer_keeps_what_it_compiles(model, jobs, tmp_path, caplog):
     caplog.set_level(logging.INFO, "jaxlora")
-    config = RunConfig(
-        model=str(model.folder), output_dir=str(tmp_path / "run"), jobs=jobs[:1]
-    )
+    config = run_of(model, tmp_path / "run", jobs[:1])
     for _ in range(2):
         Trainer(config, model)
     folder = tmp_path / "cache" / "jaxlora"

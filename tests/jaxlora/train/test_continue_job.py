@@ -5,27 +5,18 @@ import pytest
 from jaxlora import LoraJob
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.errors import AdapterError
-from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from jaxlora.train.saved.continue_job import copy_best_export
 from tests.jaxlora.train import made_run
+from tests.jaxlora.train.runs import prepared_of
 
 
 def job_of(run_dir, **settings) -> JobState:
     """A job without data, of which only the settings are read."""
-    prepared = object.__new__(PreparedJob)
-    job = LoraJob.model_validate(
-        {
-            "name": "best",
-            "data": {"path": "none"},
-            "eval_fraction": 0.1,
-            "keep_best": True,
-            "continue_from": str(run_dir),
-        }
-        | settings
-    )
-    object.__setattr__(prepared, "settings", job)
-    return JobState(prepared, Adapter(modules={}))
+    own = {"name": "best", "data": {"path": "none"}, "eval_fraction": 0.1}
+    own |= {"keep_best": True, "continue_from": str(run_dir)}
+    job = LoraJob(**own | settings)
+    return JobState(prepared_of(settings=job), Adapter(modules={}))
 
 
 def contents(folder):

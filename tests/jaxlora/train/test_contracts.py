@@ -20,9 +20,8 @@ from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.layout import Layout
 from tests import tiny
 from tests.jaxlora.train import fused
-from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING, write_untied
-from tests.jaxlora.train.planned_run import plan_and_jobs
+from tests.jaxlora.train.runs import LINEARS, plan_and_jobs
 from tests.oracle import relative_error
 
 # Sums in another order differ by rounding; Adam divides by their root.
@@ -97,7 +96,7 @@ def test_each_job_has_its_own_dropout(train, jobs):
 
 def test_dropout_depends_on_the_seed_and_the_step(train, three, jobs):
     """Jobs that start from the same weights, stay there, and see all data each step."""
-    start = folder_of(three) / "adapters" / jobs[0].name
+    start = three.folder / "adapters" / jobs[0].name
     still = {"learning_rate": 0.0, "shuffle": False, "batch_size": 18, "steps": 2}
     still |= {"eval_fraction": 0.0, "eval_every": None, "init_from": str(start)}
     found = train(
@@ -140,10 +139,10 @@ def test_an_unstable_job_leaves_the_bounds_of_its_neighbor(train, mesh_jobs):
     same bits, so what a larger microbatch changes is the order of sums.
     """
     own = {"name": "steady", "steps": 6, "target_modules": ("v_proj",)}
-    steady = mesh_jobs[1].model_copy(update=own)
+    steady = mesh_jobs[1].replace(**own)
     changes = {"learning_rate": 0.3, "warmup_steps": 0, "lr_schedule": "constant"}
-    wild = steady.model_copy(
-        update=changes
+    wild = steady.replace(
+        **changes
         | {"name": "wild", "adam_eps": 1e-8, "max_grad_norm": None, "steps": 20}
     )
     one = train((steady, wild), max_concurrent_jobs=3)
@@ -162,9 +161,7 @@ def test_an_unstable_job_leaves_the_bounds_of_its_neighbor(train, mesh_jobs):
 
 
 def test_a_neighbour_that_diverges_changes_nothing(train, jobs):
-    wild = jobs[1].model_copy(
-        update={"name": "wild", "learning_rate": 1e30, "warmup_steps": 0, "steps": 50}
-    )
+    wild = jobs[1].replace(name="wild", learning_rate=1e30, warmup_steps=0, steps=50)
     with_wild = train([jobs[0], wild, jobs[2]])
     assert with_wild.progress["wild"].status == "failed"
     assert "is not finite; lower learning_rate" in with_wild.progress["wild"].reason
@@ -174,7 +171,7 @@ def test_a_neighbour_that_diverges_changes_nothing(train, jobs):
 
 
 def test_a_neighbour_that_finishes_early_changes_nothing(train, alone, jobs):
-    short = jobs[1].model_copy(update={"name": "short", "steps": 1})
+    short = jobs[1].replace(name="short", steps=1)
     with_short = train([short, jobs[2]], max_concurrent_jobs=3)  # one stays empty
     assert with_short.progress["short"].step == 1
     assert_same_training(with_short, alone(jobs[2]), [jobs[2].name])
@@ -223,14 +220,14 @@ def test_microbatches_in_parts_teach_the_same(train, three, jobs, monkeypatch):
 
 def test_seeds_matter(alone, jobs):
     """The negative control: what keys the streams changes the result."""
-    other = jobs[0].model_copy(update={"seed": 5})
+    other = jobs[0].replace(seed=5)
     assert alone(jobs[0]).bytes != alone(other).bytes
 
 
 @pytest.mark.parametrize("window_steps", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_jobs_come_and_go_without_recompiling(train, alone, jobs, window_steps):
     """Eight jobs through three slots, one stopped, one more joining under way."""
-    late = jobs[0].model_copy(update={"name": "late", "rank": 7, "learning_rate": 1e-3})
+    late = jobs[0].replace(name="late", rank=7, learning_rate=1e-3)
     counts = []
 
     def on_window(trainer):
@@ -281,7 +278,7 @@ def bench(request, model, jobs, tmp_path_factory):
     if request.param == "fp8":
         settings["quantize_base"] = "fp8"
         folder = tmp_path_factory.mktemp("base") / "one"
-        tiny.write_model(folder, config=one_layer)
+        tiny.write_layers(folder, 1)
         model = load_model(folder, dtype="float32", quantize="fp8")
     if request.param == "fused":
         settings = {"microbatch_tokens": 2048} | fused.SETTINGS

@@ -8,9 +8,8 @@ import json
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
-from jaxlora import LoraJob, RunConfig, Trainer, load_model
+from jaxlora import LoraJob, load_model
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens import dataset
@@ -22,7 +21,6 @@ from jaxlora.objectives.distill import DISTILL
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
 from tests import tiny
-from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.golden_runs import (
     ALPHA,
     GOLDEN,
@@ -31,6 +29,7 @@ from tests.jaxlora.train.golden_runs import (
     read_weights,
     train_together,
 )
+from tests.jaxlora.train.runs import run_of, trained_tensors
 from tests.jaxlora.train.test_contracts import assert_same_training
 from tests.oracle import relative_error
 
@@ -39,11 +38,6 @@ FILE = json.loads((FOLDER / "runs.json").read_text())
 ABOUT, RUNS = FILE["about"], FILE["runs"]
 JOB = {"objective": "distill", "rank": 4, "batch_size": 3, "learning_rate": 1e-2}
 JOB |= {"target_modules": ["q_proj"], "steps": 4, "max_length": 64}
-
-
-def write(path, records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +51,7 @@ def trained(model, tmp_path_factory):
     for name, run in RUNS.items():
         job = LoraJob(
             name=name,
-            data={"path": write(folder / f"{name}.jsonl", run["records"])},
+            data={"path": tiny.write_jsonl(folder / f"{name}.jsonl", run["records"])},
             objective="distill",
             objective_args=run["settings"],
             rank=RANK,
@@ -122,7 +116,9 @@ def jobs(tmp_path) -> list[LoraJob]:
     """Two jobs with a teacher, and one without."""
     made = []
     for i, args in enumerate([{"temperature": 2.0}, {"kd_ce_alpha": 0.5}]):
-        data = {"path": write(tmp_path / f"{i}.jsonl", random_records(12, i))}
+        data = {
+            "path": tiny.write_jsonl(tmp_path / f"{i}.jsonl", random_records(12, i))
+        }
         job = JOB | {"objective_args": args, "eval_fraction": 0.2, "dropout": 0.1}
         made.append(LoraJob(name=f"kd{i}", data=data, seed=i, **job))
     plain = tiny.write_records(tmp_path / "plain.jsonl", 12, seed=3)
@@ -147,10 +143,10 @@ def test_layouts_and_resuming(jobs, model, tmp_path):
     found = {}
     for mesh, stop in (("data=1", False), ("tensor=2,data=2", False), ("data=1", True)):
         out = tmp_path / f"{mesh}-{stop}"
-        config = RunConfig(
-            model=str(model.folder),
-            output_dir=str(out),
-            jobs=jobs,
+        config = run_of(
+            model,
+            out,
+            jobs,
             mesh=mesh,
             microbatch_tokens=128,
             block_tokens=16,
@@ -158,25 +154,20 @@ def test_layouts_and_resuming(jobs, model, tmp_path):
             checkpoint_every=1,
             window_steps=1,
         )
-        if stop:
-            assert Trainer(config).train(callbacks=[InterruptAt(1)]).interrupted
-        Trainer(config).train(resume=stop)
-        paths = (out / "adapters").glob("*/adapter_model.safetensors")
-        found[mesh, stop] = {path.parent.name: path for path in paths}
+        found[mesh, stop] = trained_tensors(config, stop=stop)
     one, divided, resumed = found.values()
     assert one.keys() == divided.keys() == {"kd0", "kd1", "plain"}
-    for name, path in one.items():
-        assert path.read_bytes() == resumed[name].read_bytes()
-        ours, wanted = (safetensors.numpy.load_file(p) for p in (divided[name], path))
+    for name, wanted in one.items():
         for key, array in wanted.items():
-            assert relative_error(ours[key], array) < 1e-4
+            np.testing.assert_array_equal(resumed[name][key], array)
+            assert relative_error(divided[name][key], array) < 1e-4
 
 
 def test_what_is_stored_is_what_the_records_say(tmp_path, model, monkeypatch):
     """Long records are cut; so they are from the cache, and in a file on disk."""
     monkeypatch.setattr(dataset, "TOKENS_IN_MEMORY", 4)
     records = random_records(8, seed=5)
-    path = write(tmp_path / "data.jsonl", records)
+    path = tiny.write_jsonl(tmp_path / "data.jsonl", records)
     job = LoraJob(name="a", data={"path": path}, **JOB | {"max_length": 30})
     cache = TokenCache(tmp_path / "cache")
     tokenizer = load_tokenizer(model.folder)
@@ -223,14 +214,16 @@ def test_what_is_stored_is_what_the_records_say(tmp_path, model, monkeypatch):
 def test_records_that_are_refused(tmp_path, model, changes, message):
     record = {"input_ids": [1, 2], "target_token_ids": [None, [3, 4]]}
     record |= {"target_logprobs": [None, [-1.0, -2.0]]} | changes
-    job = LoraJob(name="a", data={"path": write(tmp_path / "x.jsonl", [record])}, **JOB)
+    job = LoraJob(
+        name="a", data={"path": tiny.write_jsonl(tmp_path / "x.jsonl", [record])}, **JOB
+    )
     with pytest.raises(DataError, match=message):
         DataReader(load_tokenizer(model.folder), None).read(job, "train")
 
 
 def test_settings_that_are_refused(tmp_path, model):
     reader = DataReader(load_tokenizer(model.folder), None)
-    path = write(tmp_path / "data.jsonl", random_records(2, seed=1))
+    path = tiny.write_jsonl(tmp_path / "data.jsonl", random_records(2, seed=1))
     for data, message in (
         ({"chat": True}, "chat says how text becomes tokens"),
         ({"loss_on": "all"}, "loss_on says how text becomes tokens"),

@@ -5,27 +5,24 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
-from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.files.peft_export import PREFIX
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.adapters.targets import resolve_targets
 from jaxlora.config import DataConfig
 from jaxlora.errors import ConfigError
-from jaxlora.models.options import DecoderOptions
-from jaxlora.models.registry import model_config
 from jaxlora.models.slot_modules import SLOT_MODULES
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.variants.dora import MAGNITUDE
 from jaxlora.modules.variants.vera import VERA_B
 from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.estimate import scratch_bytes, step_bytes
-from jaxlora.plan.memory.footprint import StageUse, stage_resident
+from jaxlora.plan.memory.footprint import stage_resident
 from tests import tiny
-from tests.jaxlora.train.at_window import InterruptAt
+from tests.jaxlora.train.mesh_runs import write_untied
+from tests.jaxlora.train.runs import ONE_STAGE, tiny_spec, trained_tensors
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.jaxlora.train.test_vera import vera
 from tests.oracle import relative_error
@@ -75,11 +72,7 @@ def train_on(jobs, tmp_path_factory):
     # A state of other shapes than the weights': factors.
     run[1] = run[1].replace(optimizer="adafactor", adam_eps=1e-8)
     # A head of its own, as rows of a tied one would be on two stages.
-    untied = tiny.CONFIG | {"tie_word_embeddings": False}
-    model = tiny.write_model(tmp_path_factory.mktemp("base") / "a", config=untied)
-    weights = safetensors.numpy.load_file(model / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    safetensors.numpy.save_file(weights, model / "model.safetensors", {"format": "pt"})
+    model = write_untied(tmp_path_factory.mktemp("base") / "a", tiny.CONFIG)
     rows = {"embed_tokens": (100, 101, 110), "lm_head": (100, 111)}
     run[0] = run[0].replace(trainable_token_indices=rows)
     run[3] = vera(run[3], rank=6, projection_prng_key=5)
@@ -103,11 +96,7 @@ def train_on(jobs, tmp_path_factory):
             dtype="float32",
             mesh=mesh,
         )
-        if stop:
-            assert Trainer(config).train(callbacks=[InterruptAt(1)]).interrupted
-        Trainer(config).train(resume=stop)
-        found = (folder / "adapters").rglob("*.safetensors")
-        return {p.parent.name: safetensors.numpy.load_file(p) for p in found}
+        return trained_tensors(config, stop=stop)
 
     return train
 
@@ -163,14 +152,8 @@ def test_magnitudes_start_from_the_norms_of_what_is_multiplied(linear_shapes):
 
 
 def test_memory_counts_the_magnitudes():
-    spec = DecoderSpec(
-        config=model_config(tiny.CONFIG),
-        options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
-        slots=SlotShape(num_slots=2, rank=4, settings=("use_dora",)),
-        adapted=("layers.0.self_attn.q_proj",),
-    )
-    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
-    found = stage_resident(spec, use)
+    spec = tiny_spec(["layers.0.self_attn.q_proj"], settings=("use_dora",))
+    found = stage_resident(spec, ONE_STAGE)
     assert found.adapter_bytes == 4 * 4 * 2 * (32 * 4 + 4 * 32 + 32)
     assert scratch_bytes(spec) == 2 * 4 * 2 * 4 * 32
     plain = dataclasses.replace(spec, slots=SlotShape(num_slots=2, rank=4))

@@ -10,8 +10,6 @@ import pytest
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.costs.gpus import find_speed
-from jaxlora.data.tokens.tokenized_data import TokenizedData
-from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.memory.device_memory import DeviceMemory
@@ -20,6 +18,7 @@ from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.replicas import lists
 from jaxlora.plan.resolve import resolve
 from jaxlora.plan.run_plan import RunPlan
+from tests.jaxlora.train.runs import data_of, samples_of
 from tests.llama import LLAMA_1B
 
 pytestmark = pytest.mark.usefixtures("memory_by_formula", "few_ways")
@@ -45,22 +44,6 @@ def few_ways(monkeypatch):
     monkeypatch.setattr(lists, "_HALVINGS", 2)
 
 
-def tokenized(lengths: Sequence[int]) -> TokenizedData:
-    samples = [
-        TokenizedSample(token_ids=np.zeros(n, np.int32), is_target=np.ones(n, bool))
-        for n in lengths
-    ]
-    return TokenizedData(
-        source="none",
-        samples=samples,
-        max_length=max(lengths),
-        num_records=len(samples),
-        num_truncated=0,
-        num_dropped=0,
-        num_without_target=0,
-    )
-
-
 def prepared(
     name: str, lengths: Sequence[int], held_out: Sequence[int] = (), **settings
 ) -> PreparedJob:
@@ -81,8 +64,8 @@ def prepared(
         settings=job,
         modules=modules,
         start=None,
-        train_data=tokenized(lengths),
-        eval_data=tokenized(held_out) if held_out else None,
+        train_data=data_of(samples_of(lengths), max(lengths)),
+        eval_data=data_of(samples_of(held_out), max(held_out)) if held_out else None,
     )
 
 

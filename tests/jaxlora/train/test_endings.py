@@ -13,7 +13,6 @@ from rich.console import Console
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import JaxloraError
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.log import read_events
 from jaxlora.sweeps.files import print_summary
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.report.summary import (
@@ -23,11 +22,9 @@ from jaxlora.train.report.summary import (
     write_report,
 )
 from jaxlora.train.saved.checkpoint import Checkpoints
-from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 from tests.jaxlora.run import made_events
-from tests.jaxlora.train.at_window import AtWindow, InterruptAt
-from tests.jaxlora.train.conftest import LINEARS, folder_of
 from tests.jaxlora.train.host_executor import HostExecutor
+from tests.jaxlora.train.runs import LINEARS, AtWindow, InterruptAt, events_of, run_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 pytestmark = pytest.mark.usefixtures("no_device")
@@ -43,9 +40,7 @@ def train(train):
 @pytest.fixture
 def long(jobs):
     """A job of many steps that is evaluated at its start and at its end only."""
-    return jobs[0].model_copy(
-        update={"steps": 40, "eval_every": None, "lr_schedule": "constant"}
-    )
+    return jobs[0].replace(steps=40, eval_every=None, lr_schedule="constant")
 
 
 def stop(name, at=1):
@@ -60,25 +55,20 @@ def stop(name, at=1):
 
 
 def evaluated_steps(outcome, name: str) -> list[int]:
-    return [e["step"] for e in events_of(outcome, name) if e["event"] == "eval"]
-
-
-def events_of(outcome, name: str) -> list[dict]:
-    events = read_events(folder_of(outcome) / "metrics.jsonl")
-    return [e for e in events if e.get("job") == name]
+    return [event["step"] for event in outcome.of("eval", job=name)]
 
 
 def test_a_stopped_job_is_evaluated_like_a_finished_one(train, long, jobs):
     stopped = train([long, jobs[2]], on_window=stop("job0"))
     progress = stopped.progress["job0"]
     step = progress.step
-    finished = train([long.model_copy(update={"steps": step}), jobs[2]])
+    finished = train([long.replace(steps=step), jobs[2]])
     assert progress.status == "stopped" and 4 <= step < 40
     assert evaluated_steps(stopped, "job0") == [0, step]
     # They are packed in another way, as one of them was meant to be longer.
     assert_same_training(stopped, finished, ["job0", "job2"])
     assert progress.last_eval == stopped.evals["job0"][-1] != progress.first_eval
-    last = events_of(stopped, "job0")[-2:]
+    last = stopped.of(job="job0")[-2:]
     assert [(e["event"], e["step"]) for e in last] == [
         ("eval", step),
         ("job_end", step),
@@ -87,7 +77,7 @@ def test_a_stopped_job_is_evaluated_like_a_finished_one(train, long, jobs):
 
 
 def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
-    job = long.model_copy(update={"eval_every": 2})
+    job = long.replace(eval_every=2)
     outcome = train([job], on_window=stop("job0"))
     assert outcome.progress["job0"].status == "stopped"
     assert evaluated_steps(outcome, "job0") == [0, 2, 4]
@@ -107,7 +97,7 @@ def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
             }
 
         monkeypatch.setattr(HostExecutor, "evaluate", worse)
-    best = long.model_copy(update={"keep_best": True})
+    best = long.replace(keep_best=True)
     outcome = train([best], on_window=stop("job0"))
     assert outcome.progress["job0"].best_step == (4 if is_better else 0)
     kept = train([long], on_window=stop("job0")).bytes
@@ -126,7 +116,7 @@ def test_a_stop_at_any_time(train, long, jobs, monkeypatch):
     monkeypatch.setattr(JobLifecycle, "note", note_and_stop)
     outcome = train([long, jobs[2]])
     monkeypatch.undo()
-    finished = train([long.model_copy(update={"steps": 2}), jobs[2]])
+    finished = train([long.replace(steps=2), jobs[2]])
     assert outcome.progress["job0"].step == 2
     assert evaluated_steps(outcome, "job0") == [0, 2]
     assert outcome.evals["job0"] == pytest.approx(finished.evals["job0"], rel=1e-5)
@@ -164,15 +154,15 @@ def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
     assert progress.status == "failed"
     assert progress.reason == "the evaluation loss is not finite"
     assert not outcome.bytes
-    assert events_of(outcome, "job0")[-1]["status"] == "failed"
+    assert outcome.of(job="job0")[-1]["status"] == "failed"
 
 
 def test_a_stop_while_waiting(train, long, jobs):
     """It never runs: no evaluation, no adapter, but the log knows how it ended."""
-    late = jobs[3].model_copy(update={"name": "late"})
+    late = jobs[3].replace(name="late")
     outcome = train([*jobs[1:3], late], on_window=stop("late"))
     assert outcome.progress["late"] == JobProgress(status="stopped", reason="enough")
-    (event,) = events_of(outcome, "late")
+    (event,) = outcome.of(job="late")
     assert (event["event"], event["status"]) == ("job_end", "stopped")
     assert list(outcome.bytes) == ["job1", "job2"]
 
@@ -180,10 +170,10 @@ def test_a_stop_while_waiting(train, long, jobs):
 @pytest.fixture
 def config(model, long, jobs, tmp_path) -> RunConfig:
     """Two slots: two jobs train, and one waits."""
-    return RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=[long, long.model_copy(update={"name": "other"}), jobs[3]],
+    return run_of(
+        model,
+        tmp_path / "run",
+        [long, long.replace(name="other"), jobs[3]],
         slot_rank=8,
         slot_targets=LINEARS,
         **SHAPE,
@@ -219,21 +209,9 @@ def test_a_stop_and_a_resume(model, config, when):
     # A third process knows of it too, and does nothing.
     again = Trainer(config, model).train(resume=True)
     assert {job.name: job.progress for job in again.jobs} == progress
-    events = read_events(result.output_dir / "metrics.jsonl")
+    events = events_of(result.output_dir)
     ended = [e["job"] for e in events if e["event"] == "job_end"]
     assert sorted(ended) == ["job0", "job3", "other"]
-
-
-def test_an_error_of_the_users_function_loses_no_window(model, config):
-    def fail(trainer):
-        raise LookupError("not in my table")
-
-    with pytest.raises(LookupError, match="not in my table"):
-        Trainer(config, model).train(callbacks=[AtWindow(fail)])
-    checkpoints = pathlib.Path(config.output_dir) / "checkpoints"
-    newest = newest_checkpoint(checkpoints)
-    events = checkpoints.parent / "metrics.jsonl"
-    assert newest == max(e["round"] for e in read_events(events)) >= 4
 
 
 def test_an_interrupt_while_the_last_checkpoint_is_written(model, config, monkeypatch):

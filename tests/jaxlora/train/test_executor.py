@@ -6,23 +6,20 @@ import math
 from unittest import mock
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxlora import LoraJob, RunConfig
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.targets import ModuleLora
 from jaxlora.common.background import StopRequest
-from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.registry import model_config
-from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.resolve import resolve
 from jaxlora.run.callback import Listeners
 from jaxlora.run.lock import RunLock
-from jaxlora.run.log import RunLog, read_events
+from jaxlora.run.log import RunLog
 from jaxlora.train.control import Control
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
@@ -31,35 +28,21 @@ from jaxlora.train.loop import Loop
 from jaxlora.train.run import Run
 from tests import tiny
 from tests.jaxlora.train.host_executor import HostExecutor, HostSlots
+from tests.jaxlora.train.runs import data_of, events_of, samples_of
 
 
 def job_run(name: str, lengths, **settings) -> JobState:
     """A job with two samples per step, and one held-out sample."""
     data = {"path": "none"}
     job = LoraJob(name=name, data=data, eval_data=data, batch_size=2, **settings)
-    samples = [
-        TokenizedSample(token_ids=np.zeros(n, np.int32), is_target=np.ones(n, bool))
-        for n in lengths
-    ]
-
-    def tokenized(some) -> TokenizedData:
-        return TokenizedData(
-            source="none",
-            samples=some,
-            max_length=64,
-            num_records=len(some),
-            num_truncated=0,
-            num_dropped=0,
-            num_without_target=0,
-        )
-
+    samples = samples_of(lengths)
     name = "model.layers.0.mlp.down_proj"
     prepared = PreparedJob(
         settings=job,
         modules={name: ModuleLora(rank=4, lora_alpha=4.0, scaling=1.0)},
         start=None,
-        train_data=tokenized(samples),
-        eval_data=tokenized(samples[:1]),
+        train_data=data_of(samples, 64),
+        eval_data=data_of(samples[:1], 64),
     )
     return JobState(prepared, Adapter(modules={}))
 
@@ -132,7 +115,7 @@ def drive(tmp_path):
             inbox = mock.create_autospec(Inbox, instance=True)
             inbox.poll.return_value = inbox.is_due.return_value = False
             Driven(run, executor, inbox, StopRequest("x")).train(None)
-        return runs, executor, exported, read_events(folder / "metrics.jsonl")
+        return runs, executor, exported, events_of(folder)
 
     return run
 

@@ -45,7 +45,7 @@ def model(folder) -> FrozenModel:
 @pytest.mark.grid
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
 def test_alone_equals_together(train, jobs):
-    pair = [job.model_copy(update={"target_modules": "all-linear"}) for job in jobs[:2]]
+    pair = [job.replace(target_modules="all-linear") for job in jobs[:2]]
     together = train(pair)
     alone = train(pair[1:], max_concurrent_jobs=2, slot_dropout=True)  # same programs
     assert_same_training(together, alone, [pair[1].name])
@@ -57,10 +57,7 @@ def test_alone_equals_together(train, jobs):
 @pytest.mark.needs_devices(4)
 @pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe"], indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
-    pair = [
-        job.model_copy(update={"target_modules": "all-linear"})
-        for job in small_jobs[:2]
-    ]
+    pair = [job.replace(target_modules="all-linear") for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}
     one = meshes.train("fsdp=1", pair, **given)
     sections = meshes.train("fsdp=1", pair, layers_per_program=1, **given)

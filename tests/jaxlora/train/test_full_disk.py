@@ -20,6 +20,7 @@ from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
 from tests.jaxlora.run import made_events
 from tests.jaxlora.train import made_run
+from tests.jaxlora.train.runs import events_of
 
 FULL = """
 import json, logging, pathlib, resource, sys
@@ -84,7 +85,7 @@ def test_the_log(tmp_path, monkeypatch):
             log.on_event(made_events.window(2))
     log.on_event(made_events.window(3))
     log.close()
-    assert [e["round"] for e in read_events(tmp_path / "metrics.jsonl")] == [1, 3]
+    assert [e["round"] for e in events_of(tmp_path)] == [1, 3]
 
 
 @pytest.mark.parametrize("at", ["write", "flush"])

@@ -6,17 +6,16 @@ import logging
 import numpy as np
 import pytest
 
-import jaxlora
-from jaxlora import LoraJob, RunConfig, Trainer, load_model, merge_adapter
+from jaxlora import LoraJob, load_model, merge_adapter
 from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.structure import linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
-from jaxlora.plan.memory.footprint import StageUse, stage_resident
+from jaxlora.plan.memory.footprint import stage_resident
 from tests import tiny
 from tests.jaxlora.train.mesh_runs import write_untied
-from tests.jaxlora.train.outcome import assert_generates_alike
+from tests.jaxlora.train.runs import ONE_STAGE, assert_generates_alike
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -106,11 +105,10 @@ def _check_slots(trainer, late):
     """Their size is that of the largest job, and is counted."""
     spec = trainer.layout.stages[0].spec
     assert spec.slots.outside == (("head_rows", 4), ("token_rows", 6))
-    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
     shapes = spec.adapter_shapes()
     assert shapes["head_rows.rows"].shape == (3, 1, 4, 32)
     num_values = sum(np.prod(shape.shape) for shape in shapes.values())
-    assert stage_resident(spec, use).adapter_bytes == 4 * 4 * num_values
+    assert stage_resident(spec, ONE_STAGE).adapter_bytes == 4 * 4 * num_values
     more = late.replace(trainable_token_indices={"lm_head": [1, 2, 3, 4, 5]})
     with pytest.raises(ConfigError, match="has 5 trainable_token_indices of lm_head"):
         trainer.add_job(more)
@@ -118,12 +116,10 @@ def _check_slots(trainer, late):
 
 def _check_uses(folder, model, tmp_path):
     """Generation equals that of the merged model; GGUF cannot hold the rows."""
-    merged = merge_adapter(model.folder, folder, tmp_path / "merged")
-    merged = jaxlora.load_model(merged, dtype="float32")
+    merged = assert_generates_alike(model, folder, tmp_path / "merged")
     rows = import_peft(folder, linear_shapes(model.config)).outside["head_rows"]
     kernel = np.asarray(merged.params["lm_head.kernel"])
     np.testing.assert_array_equal(kernel[:, list(rows.tokens)].T, rows.array)
-    assert_generates_alike(model, folder, merged)
     with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
 
@@ -143,30 +139,7 @@ def test_an_adapter_with_rows_of_the_head_is_trained_on(train, three, together, 
     assert after.tokens == before.tokens and (after.array != before.array).any()
 
 
-def test_forms_of_the_setting():
-    for given, wanted in (
-        (BOTH, BOTH),
-        ({"lm_head": [3], "embed_tokens": []}, {"lm_head": (3,)}),
-        ({"lm_head": [], "embed_tokens": [3]}, (3,)),
-        ({"lm_head": []}, ()),
-        ({}, ()),
-    ):
-        job = LoraJob(name="a", data={"path": "x"}, trainable_token_indices=given)
-        assert job.trainable_token_indices == wanted
-        assert LoraJob(**job.model_dump(mode="json")) == job
-
-
 def test_a_list_leaves_an_untied_head_frozen_and_says_so(jobs, model, caplog):
     with caplog.at_level(logging.INFO, logger="jaxlora"):
         choose_modules(jobs[0].replace(trainable_token_indices=[5]), model.config)
     assert "stays frozen. To train rows of both, give {embed_tokens" in caplog.text
-
-
-def test_a_tied_head_has_no_rows_of_its_own(jobs, tied, tmp_path):
-    config = RunConfig(
-        model=str(tied),
-        output_dir=str(tmp_path),
-        jobs=[jobs[0].replace(trainable_token_indices=BOTH)],
-    )
-    with pytest.raises(ConfigError, match="tied to its embedding, whose rows it follo"):
-        Trainer(config)

@@ -7,18 +7,18 @@ import re
 import numpy as np
 import pytest
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import Trainer
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels import BACKENDS
-from jaxlora.run.log import read_events
 from tests.jaxlora.train import fused
+from tests.jaxlora.train.runs import events_of, run_of
 
 
 def trainer(model, jobs, output_dir, **settings) -> Trainer:
-    config = RunConfig(
-        model=str(model.folder),
-        output_dir=str(output_dir),
-        jobs=jobs,
+    config = run_of(
+        model,
+        output_dir,
+        jobs,
         checkpoint_every=None,
         microbatch_tokens=1024,
         **settings,
@@ -28,7 +28,7 @@ def trainer(model, jobs, output_dir, **settings) -> Trainer:
 
 def run(model, jobs, output_dir, **settings):
     trainer(model, jobs, output_dir, **settings).train()
-    events = read_events(output_dir / "metrics.jsonl")
+    events = events_of(output_dir)
     return {
         job.name: [
             e["loss"] for e in events if e.get("job") == job.name and "loss" in e

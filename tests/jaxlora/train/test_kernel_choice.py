@@ -7,15 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlora.config import RunConfig
 from jaxlora.data.pack import split_by_segment_limit
 from jaxlora.errors import ConfigError
-from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.length_classes import shortest_class
-from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.pallas_kernels.triton.target import forced_capability
 from jaxlora.plan.job.kernel_choice import (
@@ -27,7 +23,7 @@ from jaxlora.plan.job.kernel_choice import (
 )
 from jaxlora.scheduler import Sample
 from tests import tiny
-from tests.jaxlora.train.planned_run import plan_and_jobs
+from tests.jaxlora.train.runs import plan_and_jobs, run_of, tiny_spec
 
 MODEL = model_config(tiny.CONFIG)
 
@@ -73,12 +69,7 @@ def test_where_cudnn_cannot_run_auto_takes_triton(cudnn):
 
 def test_auto_passes_over_kernels_that_are_slow_on_the_device(monkeypatch):
     """They still run where they are asked for."""
-    spec = DecoderSpec(
-        config=MODEL,
-        options=DecoderOptions(dtype=jnp.dtype("float32"), max_segment_tokens=8),
-        slots=SlotShape(num_slots=1, rank=8),
-        adapted=("layers.0.mlp.up_proj",),
-    )
+    spec = tiny_spec(["layers.0.mlp.up_proj"])
     entry = dataclasses.replace(
         BACKENDS["triton"],
         unsupported=lambda shape: None,
@@ -95,10 +86,10 @@ def test_auto_passes_over_kernels_that_are_slow_on_the_device(monkeypatch):
 def test_the_plan_knows_the_room_of_cudnn(cudnn, model, jobs, tmp_path, attention):
     """The executor never splits a microbatch of the plan's limits."""
     cudnn(None)
-    config = RunConfig(
-        model=str(model.folder),
-        jobs=jobs[:2],
-        output_dir=str(tmp_path / "run"),
+    config = run_of(
+        model,
+        tmp_path / "run",
+        jobs[:2],
         microbatch_tokens=512,
         attention=attention,
         dtype="float32",

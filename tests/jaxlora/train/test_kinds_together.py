@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import Trainer
 from jaxlora.errors import ConfigError
 from jaxlora.train.report.summary import job_result
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import outcome, run_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 from tests.jaxlora.train.test_preferences import assert_same_score, preference_jobs
 
@@ -63,8 +63,7 @@ def test_a_resumed_run_of_all_kinds_ends_in_the_same_bits(train, mixed):
     whole = train(mixed, window_steps=1)
     half = train(mixed, window_steps=1, on_window=interrupt_once())
     assert half.result.interrupted
-    trainer = Trainer(half.trainer.config, half.trainer.model)
-    resumed = Outcome(trainer, trainer.train(resume=True), trainer.model)
+    resumed = outcome(half.trainer.config, half.trainer.model, resume=True)
     assert resumed.bytes == whole.bytes
     assert resumed.losses == whole.losses
 
@@ -73,12 +72,7 @@ def test_a_resumed_run_of_all_kinds_ends_in_the_same_bits(train, mixed):
 def test_a_kept_start_has_the_rank_of_the_run_file(model, jobs, tmp_path, caplog):
     """Its slot has twice as many, half of which are the first weights."""
     job = jobs[0].replace(**KEPT_START, rank=4)
-    config = RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=[job],
-        microbatch_tokens=1024,
-    )
+    config = run_of(model, tmp_path / "run", [job], microbatch_tokens=1024)
     with caplog.at_level("INFO"):
         (state,) = Trainer(config, model).jobs
     assert "rank 4 (twice that in a slot) on" in caplog.text

@@ -16,9 +16,8 @@ import pytest
 
 from jaxlora import Callback, Trainer
 from jaxlora.sharding.mesh_sizes import MeshSizes
-from tests.jaxlora.train.at_window import Copies
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import Copies, Outcome
 
 pytestmark = [pytest.mark.needs_devices(8), pytest.mark.grid]
 
@@ -54,10 +53,10 @@ def eventful_jobs(mesh_jobs):
         {"steps": 7},
     )
     jobs = [
-        job.model_copy(update={"keep_best": False} | change)
+        job.replace(**{"keep_best": False} | change)
         for job, change in zip(mesh_jobs, changes, strict=True)
     ]
-    return jobs, mesh_jobs[3].model_copy(update={"name": "late", "steps": 5})
+    return jobs, mesh_jobs[3].replace(name="late", steps=5)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def train(meshes, eventful_jobs, tmp_path_factory):
         copies = Copies(tmp_path_factory.mktemp("copies"))
         callbacks = [Requests(), copies]
         result = trainer.train(callbacks=callbacks, resume=folder is not None)
-        return Outcome(trainer, result, meshes.model), copies.copies
+        return Outcome(trainer, result), copies.copies
 
     def whole(layout: str) -> tuple[Outcome, list]:
         if layout not in done:

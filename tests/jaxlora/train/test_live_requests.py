@@ -15,41 +15,24 @@ from jaxlora.run.live.status_file import read_status
 from jaxlora.train import inbox
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.inbox import Inbox
-from tests.jaxlora.train.at_window import AtWindow
-from tests.jaxlora.train.conftest import LINEARS
-from tests.jaxlora.train.test_preemption import Killed
+from tests.jaxlora.train.runs import AtWindow, Killed, adapter_bytes, one_slot, outcome
 
 pytestmark = pytest.mark.usefixtures("no_device")
 
 
-def one_slot(model, job: LoraJob, folder: pathlib.Path) -> RunConfig:
-    """A run of one slot, so that jobs never share a microbatch."""
-    return RunConfig(
-        model=str(model.folder),
-        output_dir=str(folder),
-        jobs=[job.model_copy(update={"name": "first", "steps": 8})],
-        max_concurrent_jobs=1,
-        slot_rank=8,
-        slot_targets=LINEARS,
-        slot_dropout=True,
-        microbatch_tokens=512,
-        block_tokens=16,
-        window_steps=2,
-        checkpoint_every=2,
-    )
+def config_of(model, jobs, folder: pathlib.Path) -> RunConfig:
+    first = jobs[0].replace(name="first", steps=8)
+    return one_slot(model, folder, [first], checkpoint_every=2)
 
 
 @pytest.fixture
-def config(model, jobs, tmp_path):
-    def make(name: str = "run") -> RunConfig:
-        return one_slot(model, jobs[0], tmp_path / name)
-
-    return make
+def run(model, jobs, tmp_path) -> RunConfig:
+    return config_of(model, jobs, tmp_path / "run")
 
 
 @pytest.fixture
 def late(jobs) -> LoraJob:
-    return jobs[2].model_copy(update={"name": "late", "steps": 3})
+    return jobs[2].replace(name="late", steps=3)
 
 
 def add(job: LoraJob) -> ControlRequest:
@@ -81,61 +64,47 @@ class Requester(AtWindow):
         return [(answer.is_accepted, answer.text) for answer in found]
 
 
-def weights(config: RunConfig) -> dict[str, bytes]:
-    folder = pathlib.Path(config.output_dir) / "adapters"
-    return {
-        path.parent.name: path.read_bytes()
-        for path in folder.glob("*/adapter_model.safetensors")
-    }
-
-
 @pytest.fixture(scope="module")
 def alone(model, jobs, tmp_path_factory) -> bytes:
-    config = one_slot(model, jobs[0], tmp_path_factory.mktemp("alone"))
-    Trainer(config, model).train()
-    return weights(config)["first"]
+    config = config_of(model, jobs, tmp_path_factory.mktemp("alone"))
+    return outcome(config, model).bytes["first"]
 
 
-def test_requests_are_answered_and_change_no_other_job(config, model, late, alone):
-    run = config()
-    bad_data = late.data.model_copy(update={"path": "/nowhere.jsonl"})
+def test_requests_are_answered_and_change_no_other_job(run, model, late, alone):
+    bad_data = late.data.replace(path="/nowhere.jsonl")
     requester = Requester(
         run,
         add(late),
-        add(late.model_copy(update={"name": "First"})),
-        add(late.model_copy(update={"name": "big", "rank": 16})),
-        add(late.model_copy(update={"name": "wide", "target_modules": "all-linear"})),
-        add(late.model_copy(update={"name": "lost", "data": bad_data})),
+        add(late.replace(name="First")),
+        add(late.replace(name="big", rank=16)),
+        add(late.replace(name="wide", target_modules="all-linear")),
+        add(late.replace(name="lost", data=bad_data)),
         stop("nobody"),
         ControlRequest(action="add", job="x", settings={"name": "x", "data": 3}),
     )
     result = Trainer(run, model).train(callbacks=[requester])
     answers = requester.answers()
     assert [accepted for accepted, _ in answers] == [True] + [False] * 6
-    for (_, text), words in zip(
-        answers,
-        [
-            "job 'late' has joined the run",
-            "a job named 'First' is in this run already",
-            "rank 16, and the slots of this run were made for 8",
-            "which has no slots in this run. Add the module to slot_targets",
-            "/nowhere.jsonl",
-            "there is no job 'nobody'",
-            "the job to add: data:",
-        ],
-        strict=True,
-    ):
+    wanted = (
+        "job 'late' has joined the run",
+        "a job named 'First' is in this run already",
+        "rank 16, and the slots of this run were made for 8",
+        "which has no slots in this run. Add the module to slot_targets",
+        "/nowhere.jsonl",
+        "there is no job 'nobody'",
+        "the job to add: data:",
+    )
+    for (_, text), words in zip(answers, wanted, strict=True):
         assert words in text
     assert [job.name for job in result.jobs] == ["first", "late"]
     assert result.num_compilations == 0  # the run before has compiled the programs
-    assert weights(run)["first"] == alone
+    assert adapter_bytes(run.output_dir)["first"] == alone
     status = read_status(result.output_dir).run
     assert [job.name for job in status.jobs] == ["first", "late"]
     assert status.counts == {"finished": 2} and status.seconds_left == 0
 
 
-def test_stopping_pausing_and_resuming(config, model, late):
-    run = config()
+def test_stopping_pausing_and_resuming(run, model, late):
     requester = Requester(
         run,
         ControlRequest(action="pause", job="first", reason="lunch"),
@@ -177,10 +146,9 @@ change = JobLifecycle.change
     ],
 )
 def test_an_added_job_outlives_a_kill(
-    config, model, late, alone, monkeypatch, place, method, kill
+    run, model, late, alone, monkeypatch, place, method, kill
 ):
     """The resumed run has it, though its run file does not, and answers."""
-    run = config()
     requester = Requester(run, add(late))
     with monkeypatch.context() as patch:
         patch.setattr(place, method, kill)
@@ -190,7 +158,7 @@ def test_an_added_job_outlives_a_kill(
     assert [job.name for job in result.jobs] == ["first", "late"]
     assert {job.progress.status for job in result.jobs} == {"finished"}
     assert [accepted for accepted, _ in requester.answers()] == [True]
-    assert weights(run)["first"] == alone
+    assert adapter_bytes(run.output_dir)["first"] == alone
     record = read_run_record(result.output_dir)
     assert record is not None and record.added == ["late"]
     # The settings are a run file, with the job and without `auto`.
@@ -202,9 +170,8 @@ def test_an_added_job_outlives_a_kill(
     assert [job.progress for job in again.jobs] == [j.progress for j in result.jobs]
 
 
-def test_a_run_that_ends_takes_the_last_requests(config, model, late):
+def test_a_run_that_ends_takes_the_last_requests(run, model, late):
     """A job that was asked for in the last window still joins."""
-    run = config()
     requester = Requester(run, add(late))
     requester._call = lambda trainer: (
         trainer.jobs[0].progress.step == 8 and (Requester._make(requester, trainer))
@@ -214,16 +181,14 @@ def test_a_run_that_ends_takes_the_last_requests(config, model, late):
     assert [job.progress.status for job in result.jobs] == ["finished"] * 2
 
 
-def test_a_folder_that_others_may_use_is_refused(config, model):
-    run = config()
+def test_a_folder_that_others_may_use_is_refused(run, model):
     (pathlib.Path(run.output_dir) / "control").mkdir(parents=True, mode=0o700)
     (pathlib.Path(run.output_dir) / "control").chmod(0o777)
     with pytest.raises(ConfigError, match="may be used by other users"):
         Trainer(run, model).train()
 
 
-def test_a_run_that_ended_with_a_paused_job_continues(config, model, alone):
-    run = config()
+def test_a_run_that_ended_with_a_paused_job_continues(run, model, alone):
     pause = ControlRequest(action="pause", job="first")
     (job,) = Trainer(run, model).train(callbacks=[Requester(run, pause)]).jobs
     assert job.progress.status == "paused"
@@ -231,7 +196,7 @@ def test_a_run_that_ended_with_a_paused_job_continues(config, model, alone):
     assert answer.is_accepted
     (job,) = Trainer(run, model).train(resume=True).jobs
     assert job.progress.status == "finished"
-    assert weights(run)["first"] == alone
+    assert adapter_bytes(run.output_dir)["first"] == alone
 
 
 MAKE = {
@@ -241,9 +206,9 @@ MAKE = {
 }
 
 
-def test_what_is_no_request_ends_nobody(config, model, caplog):
+def test_what_is_no_request_ends_nobody(run, model, caplog):
     """Neither the live run nor the one that resumes; it stays where it is."""
-    run, made = config(), []
+    made = []
 
     class Maker(Requester):
         def _make(self, trainer):
@@ -270,9 +235,9 @@ def test_what_is_no_request_ends_nobody(config, model, caplog):
     assert len(made) == len(MAKE) and all(map(os.path.lexists, made))
 
 
-def test_many_requests_take_little_time_of_a_window(config, model, alone, monkeypatch):
+def test_many_requests_take_little_time_of_a_window(run, model, alone, monkeypatch):
     """A few are taken at a time."""
-    run, taken = config(), []
+    taken = []
     requester = Requester(run, *[stop(f"nobody{i}") for i in range(30)])
     take = Inbox._new
 
@@ -286,12 +251,11 @@ def test_many_requests_take_little_time_of_a_window(config, model, alone, monkey
     Trainer(run, model).train(callbacks=[requester])
     assert max(taken) <= 4 and sum(taken) == 30
     assert [accepted for accepted, _ in requester.answers()] == [False] * 30
-    assert weights(run)["first"] == alone
+    assert adapter_bytes(run.output_dir)["first"] == alone
 
 
-def test_a_job_that_is_added_again(config, model, late):
+def test_a_job_that_is_added_again(run, model, late):
     """It counts as added if its settings are the same, and is refused otherwise."""
-    run = config()
 
     class Again(Requester):
         def _make(self, trainer):
@@ -308,8 +272,7 @@ def test_a_job_that_is_added_again(config, model, late):
     assert not is_accepted and "is in this run already" in other
 
 
-def test_a_removed_folder_of_requests_is_made_again(config, model, caplog):
-    run = config()
+def test_a_removed_folder_of_requests_is_made_again(run, model, caplog):
 
     def remove(trainer):
         if trainer.round == 2:

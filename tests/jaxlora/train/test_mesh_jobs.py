@@ -5,7 +5,6 @@ import collections
 import pytest
 
 from jaxlora.programs.program import Program
-from jaxlora.run.log import read_events
 from tests.jaxlora.train.counted_run import counting
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
 
@@ -29,12 +28,12 @@ def eventful_jobs(small_jobs):
         {"steps": 9},
     )
     jobs = [
-        job.model_copy(update={"eval_every": 4} | change)
+        job.replace(**{"eval_every": 4} | change)
         for job, change in zip(small_jobs, changes, strict=True)
     ]
-    jobs[0] = jobs[0].model_copy(update={"eval_every": 1})
-    late = jobs[1].model_copy(update={"name": "late", "steps": 4, "keep_best": False})
-    urgent = jobs[3].model_copy(update={"name": "urgent", "steps": 4, "priority": 1})
+    jobs[0] = jobs[0].replace(eval_every=1)
+    late = jobs[1].replace(name="late", steps=4, keep_best=False)
+    urgent = jobs[3].replace(name="urgent", steps=4, priority=1)
     return jobs, (late, urgent)
 
 
@@ -73,9 +72,8 @@ def eventful(meshes, eventful_jobs):
 
 def changes_of(outcome) -> list[tuple]:
     """Returns what happens to each job between its steps, in this order."""
-    events = read_events(outcome.result.output_dir / "metrics.jsonl")
-    kinds = "job_pause", "job_resume", "job_end"
-    return [(e["job"], e["event"]) for e in events if e["event"] in kinds]
+    events = outcome.of("job_pause", "job_resume", "job_end")
+    return [(e["job"], e["event"]) for e in events]
 
 
 @pytest.mark.parametrize("mesh", ["stage=2", WHOLE])

@@ -1,19 +1,14 @@
 """A run on a mesh that is interrupted or killed, and continues on any mesh."""
 
-import json
-import pathlib
 import shutil
 
 import pytest
 
 from jaxlora import Trainer
 from jaxlora.run.folder import CHECKPOINTS
-from jaxlora.run.log import read_events
-from jaxlora.train.saved.read_checkpoint import newest_checkpoint, read_newest
-from tests.jaxlora.train.at_window import InterruptAt
+from jaxlora.train.saved.read_checkpoint import read_newest
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
-from tests.jaxlora.train.outcome import Outcome
-from tests.jaxlora.train.test_resume import killed
+from tests.jaxlora.train.runs import InterruptAt, Outcome, assert_same_bits, outcome
 
 pytestmark = pytest.mark.needs_devices(2)
 
@@ -26,7 +21,7 @@ def interrupted(meshes, mesh_jobs):
     config = meshes.config(MESH, mesh_jobs, window_steps=1)
     trainer = Trainer(config)
     result = trainer.train(callbacks=[InterruptAt(1)])
-    outcome = Outcome(trainer, result, meshes.model)
+    outcome = Outcome(trainer, result)
     assert outcome.result.interrupted
     found = read_newest(outcome.result.output_dir / CHECKPOINTS)
     assert found.run.stream is not None and found.run.stream.repeated
@@ -40,8 +35,7 @@ def resume(meshes, mesh_jobs):
     def run(folder, mesh: str) -> Outcome:
         settings = {"output_dir": str(folder), "window_steps": 1}
         config = meshes.config(mesh, mesh_jobs, **settings)
-        trainer = Trainer(config)
-        return Outcome(trainer, trainer.train(resume=True), meshes.model)
+        return outcome(config, resume=True)
 
     return run
 
@@ -62,23 +56,4 @@ def test_an_interrupted_run_continues_on_any_mesh(
     resumed = resume(shutil.copytree(interrupted, tmp_path / "run"), mesh)
     assert_same_on_meshes(whole, resumed)
     if mesh == MESH:
-        assert resumed.bytes == whole.bytes
-        assert resumed.losses == whole.losses and resumed.evals == whole.evals
-
-
-@pytest.mark.grid
-def test_killed(meshes, mesh_jobs, resume, tmp_path):
-    """kill -9 while the second checkpoint is written, so the first is complete."""
-    whole = meshes.once(MESH, mesh_jobs, window_steps=1)
-    config = meshes.config(MESH, mesh_jobs, checkpoint_every=1, window_steps=1)
-    run_file = tmp_path / "run.json"
-    run_file.write_text(json.dumps(config.model_dump(mode="json")))
-    events = read_events(whole.result.output_dir / "metrics.jsonl")
-    kinds = [event["event"] for event in events]
-    second_window = kinds.index("window", kinds.index("window") + 1)
-    killed(run_file, str(second_window + 3))
-    folder = pathlib.Path(config.output_dir)
-    assert newest_checkpoint(folder / CHECKPOINTS) is not None
-    resumed = resume(folder, MESH)
-    assert resumed.bytes == whole.bytes
-    assert resumed.losses == whole.losses and resumed.evals == whole.evals
+        assert_same_bits(resumed, whole)

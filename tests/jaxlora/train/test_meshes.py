@@ -2,9 +2,8 @@
 
 import pytest
 
-from jaxlora import Trainer
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import assert_same_bits, outcome
 
 pytestmark = pytest.mark.needs_devices(8)
 
@@ -39,18 +38,6 @@ def test_three_stages(meshes, mesh_jobs):
         assert_same_on_meshes(one, meshes.once(mesh, mesh_jobs, **settings))
 
 
-@pytest.mark.grid  # `test_dora.py` has such a head on two stages
-@pytest.mark.parametrize(
-    "mesh", ["stage=2", "data=2,stage=2,tensor=2", "stage=2,tensor=2"]
-)
-def test_a_head_of_its_own_on_the_last_stage(meshes, mesh_jobs, mesh):
-    """With more ticks in flight than stages, and layers that are recomputed."""
-    one = meshes.once("fsdp=1", mesh_jobs)
-    other = meshes.once(mesh, mesh_jobs, model=str(meshes.untied), **DEEP)
-    assert "lm_head.kernel" in other.trainer.layout.stages[-1].spec.base_shapes()
-    assert_same_on_meshes(one, other)
-
-
 def test_batches_with_fewer_samples_than_devices(meshes, small_jobs):
     one = meshes.once("fsdp=1", small_jobs)
     other = meshes.once("data=2,stage=2,fsdp=2", small_jobs)
@@ -73,7 +60,5 @@ def test_norms_are_over_all_stages(meshes, mesh_jobs):
 def test_same_bits_twice(meshes, small_jobs, mesh):
     """Also if the weights come from one device and not from the disk."""
     one = meshes.once(mesh, small_jobs)
-    trainer = Trainer(meshes.config(mesh, small_jobs), meshes.model)
-    two = Outcome(trainer, trainer.train(), meshes.model)
-    assert one.bytes == two.bytes
-    assert (one.losses, one.norms, one.evals) == (two.losses, two.norms, two.evals)
+    two = outcome(meshes.config(mesh, small_jobs), meshes.model)
+    assert_same_bits(one, two)

@@ -3,18 +3,14 @@
 import itertools
 import json
 import logging
-import pathlib
 
-import datasets
 import numpy as np
 import pytest
 
 from jaxlora import LoraJob, Trainer, load_run
-from jaxlora.run.log import read_events
 from jaxlora.sweeps.files import print_summary
 from tests import tiny
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
+from tests.jaxlora.train.runs import TWO_SLOTS, InterruptAt, events_of
 from tests.jaxlora.train.test_resume import command, results
 
 JOB = {"rank": 4, "batch_size": 3, "learning_rate": 1e-2, "max_length": 96}
@@ -30,35 +26,6 @@ def paths(tmp_path_factory) -> list[str]:
     ]
 
 
-def test_a_mixture_trains_as_the_same_records_in_one_file(train, paths, tmp_path):
-    """To the bit, shuffled or not; the file is made by the package `datasets`."""
-    drawn = {"mix": "interleave", "probabilities": [0.6, 0.4]}
-    lines = [pathlib.Path(path).read_text().splitlines() for path in paths]
-    sets = [datasets.Dataset.from_list(list(map(json.loads, one))) for one in lines]
-    files = {
-        "concat": datasets.concatenate_datasets(sets),
-        "interleave": datasets.interleave_datasets(
-            sets, drawn["probabilities"], seed=4, stopping_strategy="all_exhausted"
-        ),
-    }
-    jobs = []
-    for name, rows in files.items():
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        more = drawn | {"stopping_strategy": "all_exhausted"}
-        mixed = {"datasets": paths} | (more if name == "interleave" else {})
-        settings = JOB | {"seed": 4, "dropout": 0.1, "shuffle": name == "concat"}
-        jobs.append(
-            [
-                LoraJob(name=name, data=data, epochs=1.4, **settings)
-                for data in (mixed, {"path": str(path)})
-            ]
-        )
-    ours, wanted = (train(side) for side in zip(*jobs, strict=True))
-    assert ours.losses == wanted.losses and ours.bytes == wanted.bytes
-    assert len(ours.losses["interleave"]) > len(ours.losses["concat"]) > 6
-
-
 def test_losses_are_reported_by_set(train, paths, caplog, capsys):
     """The loss of each set is that of a job which is evaluated on it alone."""
     common = JOB | {"data": {"path": paths[0]}, "steps": 2, "eval_every": 1}
@@ -66,7 +33,7 @@ def test_losses_are_reported_by_set(train, paths, caplog, capsys):
     one = LoraJob(name="one", eval_data={"path": paths[1]}, **common)
     caplog.set_level(logging.INFO, logger="jaxlora")
     found = train([both, one])
-    events = [e for e in read_events(folder_of(found) / "metrics.jsonl")]
+    events = [e for e in events_of(found.folder)]
     evals = [e for e in events if e["event"] == "eval"]
     alone = [e["eval_loss"] for e in evals if e["job"] == "one"]
     assert all("eval_loss/a" not in e for e in evals if e["job"] == "one")
@@ -81,7 +48,7 @@ def test_losses_are_reported_by_set(train, paths, caplog, capsys):
         assert event["eval_loss"] == pytest.approx(np.average(by_set, weights=weights))
     last = found.progress["both"].last_eval_sets
     assert last == {name: of_both[-1][f"eval_loss/{name}"] for name in ("a", "b")}
-    summary = json.loads((folder_of(found) / "summary.json").read_text())
+    summary = json.loads((found.folder / "summary.json").read_text())
     assert summary["jobs"]["both"]["last_eval_sets"] == last
     loss, a, b = of_both[-1]["eval_loss"], last["a"], last["b"]
     words = f"loss {loss:.3f} (a {a:.3f}, b {b:.3f})"
@@ -92,8 +59,7 @@ def test_losses_are_reported_by_set(train, paths, caplog, capsys):
 
 def test_interrupted_in_the_middle_of_an_epoch(tmp_path, paths):
     """Ends in the same bits; the shares must stay."""
-    small = tiny.CONFIG | {"num_hidden_layers": 1}
-    model = tiny.write_model(tmp_path / "model", config=small)
+    model = tiny.write_layers(tmp_path / "model", 1)
     data = {"datasets": paths, "mix": "interleave", "probabilities": [0.4, 0.6]}
     job = JOB | {"name": "m", "data": data, "epochs": 2}
     job |= {"eval_fraction": 0.2}

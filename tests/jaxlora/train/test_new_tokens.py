@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora import LoraJob, RunConfig, Trainer, import_peft, load_model, merge_adapter
+from jaxlora import LoraJob, RunConfig, import_peft, load_model
 from jaxlora.adapters.files.peft_export import PREFIX
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.errors import ConfigError
@@ -14,8 +14,7 @@ from jaxlora.hf.convert import convert
 from jaxlora.models.slot_modules import EMBEDDING, HEAD_ROWS, TOKEN_ROWS
 from jaxlora.models.structure import linear_shapes
 from tests import tiny
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import assert_generates_alike
+from tests.jaxlora.train.runs import assert_generates_alike, trained_tensors
 
 NEW = ("<tool>", "</tool>")
 V = 259  # tokens of the tokenizer, so that there are no spare rows
@@ -37,14 +36,13 @@ def base(request, tmp_path_factory):
 
 def jobs(folder, num_steps: int) -> list[LoraJob]:
     """A job that trains the tokens, and one that does not."""
-    path = folder / "records.jsonl"
     records = (
         {"prompt": f"sum {i} {i}", "completion": f"<tool>{i}+{i}</tool> {2 * i}"}
         for i in range(20)
     )
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = tiny.write_jsonl(folder / "records.jsonl", records)
     common = {"rank": 2, "batch_size": 4, "learning_rate": 1e-2, "steps": num_steps}
-    common |= {"data": {"path": str(path)}, "target_modules": ["q_proj"]}
+    common |= {"data": {"path": path}, "target_modules": ["q_proj"]}
     return [
         LoraJob(name="tool", new_special_tokens=NEW, **common),
         LoraJob(name="plain", seed=1, **common),
@@ -62,9 +60,7 @@ def train(base, out, jobs, *, is_interrupted: bool = False):
         dtype="float32",
         report_to="none",
     )
-    if is_interrupted:
-        assert Trainer(config).train(callbacks=[InterruptAt(1)]).interrupted
-    Trainer(config).train(resume=is_interrupted)
+    trained_tensors(config, stop=is_interrupted)
     return out / "adapters"
 
 
@@ -122,11 +118,9 @@ def test_new_tokens_are_trained_exported_and_merged(base, tmp_path):
     start = np.asarray(model.params[EMBEDDING])[V:]
     assert rows.shape == start.shape and (rows != start).any(axis=1).all()
     assert load_tokenizer(folder).token_id("</tool>") == V + 1
-    merged = merge_adapter(new, folder, tmp_path / "merged")
-    assert load_tokenizer(merged).token_id("<tool>") == V
-    merged = load_model(merged, dtype="float32")
+    merged = assert_generates_alike(model, folder, tmp_path / "merged")
+    assert load_tokenizer(merged.folder).token_id("<tool>") == V
     np.testing.assert_array_equal(np.asarray(merged.params[EMBEDDING])[V:], rows)
-    assert_generates_alike(model, folder, merged)
     plain = import_peft(folder.parent / "plain", linear_shapes(model.config))
     assert not plain.outside
     again = train(new, tmp_path / "again", jobs(tmp_path, 8), is_interrupted=True)

@@ -5,9 +5,6 @@ mean log likelihoods; SimPO (arXiv 2405.14734) has such a loss.
 """
 
 import functools
-import json
-import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ from jaxlora.objectives.base import Objective, Terms, next_token_targets
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.objectives.table import NEXT_TOKEN, OBJECTIVES
 from jaxlora.scheduler import Limits
-from tests.jaxlora.train.conftest import LINEARS
+from tests.jaxlora.train.runs import LINEARS
 from tests.jaxlora.train.test_contracts import assert_same_training
 from tests.jaxlora.train.test_preferences import write_pairs
 
@@ -77,17 +74,12 @@ def jobs(jobs) -> list[LoraJob]:
 
 @pytest.fixture
 def of_pairs(tmp_path):
-    """Gives a job the objective and pairs, of which a file has each answer alone."""
-    path = pathlib.Path(write_pairs(tmp_path / "pairs.jsonl", 24, seed=1))
-    with (tmp_path / "answers.jsonl").open("w") as file:
-        for pair in map(json.loads, path.read_text().splitlines()):
-            for answer in ("chosen", "rejected"):
-                record = {"prompt": pair["prompt"], "completion": pair[answer]}
-                file.write(json.dumps(record) + "\n")
+    """Gives a job the objective and pairs."""
+    path = write_pairs(tmp_path / "pairs.jsonl", 24, seed=1)
 
     def change(job: LoraJob, **changes) -> LoraJob:
         own = {"objective": "pairs", "name": f"{job.name}-pairs"}
-        return job.replace(data={"path": str(path)}, **own, **changes)
+        return job.replace(data={"path": path}, **own, **changes)
 
     return change
 
@@ -102,24 +94,6 @@ def test_each_job_trains_as_if_it_were_alone(train, jobs, of_pairs):
     for job, other in ((pairs, single), (single, pairs)):
         alone = train([other.replace(steps=1), job], max_concurrent_jobs=3)
         assert_same_training(together, alone, [job.name])
-
-
-def test_losses_are_those_of_the_definition(train, jobs, of_pairs, tmp_path):
-    """At a learning rate of 0, from the likelihoods that next-token jobs report."""
-    still = {"learning_rate": 0.0, "shuffle": False, "dropout": 0.0}
-    still |= {"eval_every": None, "eval_fraction": 0.0}
-    answers = {"path": str(tmp_path / "answers.jsonl")}
-    single = jobs[0].replace(data=answers, batch_size=1, steps=12, **still)
-    pairs = of_pairs(jobs[0], batch_size=3, steps=2, **still)
-    found = train([single, pairs], max_concurrent_jobs=3)  # programs of another test
-    nll = found.losses[single.name]
-
-    def loss(pair: int) -> float:
-        difference = nll[2 * pair + 1] - nll[2 * pair]
-        return math.log1p(math.exp(MARGIN - SCALE * difference))
-
-    expected = [np.mean([loss(i) for i in step]) for step in ((0, 1, 2), (3, 4, 5))]
-    assert found.losses[pairs.name] == pytest.approx(expected, rel=1e-5)
 
 
 def test_groups_lie_in_one_microbatch_as_samples_of_their_own():

@@ -11,19 +11,14 @@ import pytest
 
 from jaxlora import LoraJob, import_peft, load_model
 from jaxlora.adapters.fresh import fresh_adapter
-from jaxlora.config import RunConfig
-from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.chosen_modules import choose_modules
 from jaxlora.plan.job.prepared_job import PreparedJob
-from jaxlora.scheduler import Limits
-from jaxlora.train.execute.executor import Executor
-from jaxlora.train.execute.layout import Layout
 from jaxlora.train.job_state import JobState
-from scripts.bench.mesh.fixed_ticks import FixedTicks, pack_whole
 from tests.golden_base import resized, tied
-from tests.jaxlora.train.planned_run import plan_jobs
+from tests.jaxlora.train import golden_runs
+from tests.jaxlora.train.runs import data_of
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "peft_run"
@@ -48,16 +43,6 @@ def job_run(name: str, model) -> JobState:
         shuffle=False,
         **record["settings"],
     )
-    count = len(samples)
-    data = TokenizedData(
-        source="golden",
-        samples=samples,
-        max_length=40,
-        num_records=count,
-        num_truncated=0,
-        num_dropped=0,
-        num_without_target=0,
-    )
     shapes = linear_shapes(model.config)
     targets = choose_modules(job, model.config).modules
     if job.keeps_start or job.use_vera:
@@ -69,7 +54,11 @@ def job_run(name: str, model) -> JobState:
         n: (w.rank, w.lora_alpha) for n, w in start.modules.items()
     }
     prepared = PreparedJob(
-        settings=job, modules=targets, start=start, train_data=data, eval_data=None
+        settings=job,
+        modules=targets,
+        start=start,
+        train_data=data_of(samples, 40),
+        eval_data=None,
     )
     return JobState(prepared, start)
 
@@ -110,37 +99,16 @@ def train_together(names, base=GOLDEN / "base"):
     """Trains jobs: (model, runs, slot table, outcomes of each step)."""
     model = load_model(base, dtype="float32")
     runs = [job_run(name, model) for name in names]
-    config = RunConfig(
-        model="golden",
-        jobs=[run.settings for run in runs],
-        # One shape for a and b alone and together, which is compiled once.
-        **{"max_concurrent_jobs": max(2, len(runs)), "slot_rank": 8},
-        slot_targets="all-linear" if {"a", "b"}.intersection(names) else None,
+    slots, outcomes = golden_runs.train_together(
+        model,
+        runs,
         # Less than a global batch: gradients accumulate over microbatches.
-        microbatch_tokens=64,
-        block_tokens=8,
+        capacity=64,
+        # One shape for a and b alone and together, which is compiled once.
+        max_concurrent_jobs=max(2, len(runs)),
+        slot_rank=8,
+        slot_targets="all-linear" if {"a", "b"}.intersection(names) else None,
     )
-    plan = plan_jobs(config, model, [run.prepared for run in runs])
-    layout = Layout.of(plan.stages)
-    slots = layout.empty_slots()
-    limits = Limits(capacity=64, block_tokens=8)
-    executor = Executor(layout, model.params, slots, limits)
-    for slot, run in enumerate(runs):
-        executor.load(slot, run.start, run.settings.optimizer)
-        run.update(status="running", slot=slot)
-    outcomes = {run.name: [] for run in runs}
-    for first in range(0, 12, 4):
-        samples = [
-            s
-            for run in runs
-            for step in range(first, first + 4)
-            for s in run.batch(run.slot, step).to_schedule()
-        ]
-        schedule = pack_whole(samples, limits, "joint")
-        assert len(schedule.microbatches) > 4
-        for item in executor.run(FixedTicks(schedule), dict(enumerate(runs))):
-            for slot, outcome in item.steps.items():
-                outcomes[runs[slot].settings.name].append(outcome)
     return model, runs, slots, outcomes
 
 

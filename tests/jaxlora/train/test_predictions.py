@@ -6,7 +6,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxlora import RunConfig, Trainer
+from jaxlora import Trainer
 from jaxlora.costs import device_profile
 from jaxlora.costs.device_profile import PassCost
 from jaxlora.pallas_kernels import device
@@ -21,7 +21,7 @@ from jaxlora.train.execute.feed import TickWork
 from jaxlora.train.loop import Window
 from jaxlora.train.report.summary import Comparison
 from tests.jaxlora.costs.test_device_profile import profile
-from tests.jaxlora.train.conftest import TWO_SLOTS
+from tests.jaxlora.train.runs import two_slots
 
 GIB = 2**30
 STEPS = {"a": 2, "b": 5, "c": 2}
@@ -40,14 +40,10 @@ def test_a_window_has_the_time_of_the_work_that_it_counts():
 
 @pytest.fixture
 def config(model, jobs, tmp_path):
-    return RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=[
-            jobs[0].model_copy(update={"name": name, "steps": steps})
-            for name, steps in STEPS.items()
-        ],
-        **TWO_SLOTS,
+    return two_slots(
+        model,
+        tmp_path / "run",
+        [jobs[0].replace(name=name, steps=steps) for name, steps in STEPS.items()],
         window_steps=2,
     )
 

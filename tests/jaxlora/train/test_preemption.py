@@ -8,12 +8,17 @@ from jaxlora import RunConfig, Trainer, import_peft
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.forecast import plan_run
 from jaxlora.models.structure import linear_shapes
-from jaxlora.run.log import read_events
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
 from jaxlora.train.loop import Loop
 from jaxlora.train.run import Run
-from tests.jaxlora.train.at_window import AtWindow, InterruptAt
-from tests.jaxlora.train.conftest import LINEARS
+from tests.jaxlora.train.runs import (
+    AtWindow,
+    InterruptAt,
+    Killed,
+    adapter_bytes,
+    events_of,
+    one_slot,
+)
 from tests.oracle import relative_error
 
 pytestmark = pytest.mark.usefixtures("no_device")
@@ -22,26 +27,12 @@ pytestmark = pytest.mark.usefixtures("no_device")
 @pytest.fixture(scope="module")
 def low(jobs):
     """A job of eight steps, in windows of two."""
-    return jobs[0].model_copy(update={"name": "low", "steps": 8})
+    return jobs[0].replace(name="low", steps=8)
 
 
 @pytest.fixture
 def high(jobs):
-    return jobs[3].model_copy(update={"name": "high", "steps": 3, "priority": 1})
-
-
-def one_slot(model, folder: pathlib.Path, jobs, **settings) -> RunConfig:
-    fixed = {"max_concurrent_jobs": 1, "microbatch_tokens": 512, "block_tokens": 16}
-    return RunConfig(
-        model=str(model.folder),
-        output_dir=str(folder),
-        jobs=jobs,
-        slot_rank=8,
-        slot_targets=LINEARS,
-        slot_dropout=True,
-        window_steps=2,
-        **fixed | settings,
-    )
+    return jobs[3].replace(name="high", steps=3, priority=1)
 
 
 @pytest.fixture
@@ -54,30 +45,24 @@ def config(model, low, tmp_path):
     return make
 
 
-def adapters(config: RunConfig) -> dict[str, bytes]:
-    folder = pathlib.Path(config.output_dir) / "adapters"
-    return {
-        path.parent.name: path.read_bytes()
-        for path in folder.glob("*/adapter_model.safetensors")
-    }
-
-
 def changes(config: RunConfig) -> list[tuple]:
     """Returns the kind, job and step of each event."""
-    events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
-    kinds = "job_pause", "job_resume", "job_end"
-    return [(e["event"], e["job"], e["step"]) for e in events if e["event"] in kinds]
+    events = events_of(config.output_dir, "job_pause", "job_resume", "job_end")
+    return [(e["event"], e["job"], e["step"]) for e in events]
 
 
 def losses(config: RunConfig) -> list[float]:
-    events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
-    return [e["loss"] for e in events if e["event"] == "step" and e["job"] == "low"]
+    steps = events_of(config.output_dir, "step")
+    return [event["loss"] for event in steps if event["job"] == "low"]
+
+
+def weights(config: RunConfig) -> dict[str, bytes]:
+    return adapter_bytes(config.output_dir)
 
 
 def steps_of(config: RunConfig) -> list[str]:
     """Returns the job of each optimizer step."""
-    events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
-    return [e["job"] for e in events if e["event"] == "step"]
+    return [event["job"] for event in events_of(config.output_dir, "step")]
 
 
 def at_round(number, call):
@@ -109,23 +94,18 @@ def test_a_higher_priority_takes_the_slot(config, model, high, alone):
         ("job_resume", "low", 2),
         ("job_end", "low", 8),
     ]
-    assert adapters(with_high)["low"] == adapters(alone)["low"]
+    assert weights(with_high)["low"] == weights(alone)["low"]
     assert losses(with_high) == losses(alone)
     assert {job.progress.status for job in result.jobs} == {"finished"}
     assert result.num_compilations == 0  # the run before has compiled the programs
 
 
-def test_without_preemption_it_waits(config, model, high):
-    waits = config(preempt=False)
-    add = at_round(2, lambda trainer: trainer.add_job(high))
-    Trainer(waits, model).train(callbacks=[add])
-    assert changes(waits) == [("job_end", "low", 8), ("job_end", "high", 3)]
-
-
-def test_equal_priorities_wait(config, model, high):
-    waits = config()
-    equal = high.model_copy(update={"priority": 0})
-    add = at_round(2, lambda trainer: trainer.add_job(equal))
+@pytest.mark.parametrize(("preempts", "priority"), [(False, 1), (True, 0)])
+def test_it_waits_without_preemption_or_a_higher_priority(
+    config, model, high, preempts, priority
+):
+    waits, other = config(preempt=preempts), high.replace(priority=priority)
+    add = at_round(2, lambda trainer: trainer.add_job(other))
     Trainer(waits, model).train(callbacks=[add])
     assert changes(waits) == [("job_end", "low", 8), ("job_end", "high", 3)]
 
@@ -133,19 +113,15 @@ def test_equal_priorities_wait(config, model, high):
 @pytest.mark.parametrize("priority", [0, 1])
 def test_a_higher_priority_on_resume_comes_first(config, model, low, priority):
     """Two jobs that both have slots, and whose batches fill a microbatch each."""
-    second = low.model_copy(update={"name": "second"})
+    second = low.replace(name="second")
     two = {"max_concurrent_jobs": 2, "microbatch_tokens": 128}
     run = config(jobs=(low, second), **two)
     Trainer(run, model).train(callbacks=[InterruptAt(2)])
     done = len(steps_of(run))
-    second = second.model_copy(update={"priority": priority})
+    second = second.replace(priority=priority)
     Trainer(config(jobs=(low, second), **two), model).train(resume=True)
     after = steps_of(run)[done:]
     assert (after[:4] == ["second"] * 4) == bool(priority)
-
-
-class Killed(BaseException):
-    """Ends a run as a kill would: nothing is written any more."""
 
 
 def killed_at(number: int, monkeypatch) -> None:
@@ -177,7 +153,7 @@ def test_a_kill_while_a_job_is_paused(config, model, low, high, alone, monkeypat
         ("job_resume", "low", 2),
         ("job_end", "low", 8),
     ]
-    assert adapters(both)["low"] == adapters(alone)["low"]
+    assert weights(both)["low"] == weights(alone)["low"]
     assert losses(both) == losses(alone)
 
 
@@ -188,7 +164,7 @@ def test_pausing_by_request(config, model, alone):
     result = first.train(callbacks=[at_round(4, lambda t: t.pause_job("low", "lunch"))])
     (job,) = result.jobs
     assert (job.progress.status, job.progress.reason) == ("paused", "lunch")
-    assert not result.interrupted and not adapters(paused)
+    assert not result.interrupted and not weights(paused)
     still = Trainer(paused, model).train(resume=True)
     assert still.jobs[0].progress == job.progress
     last = Trainer(paused, model)
@@ -199,13 +175,13 @@ def test_pausing_by_request(config, model, alone):
         ("job_resume", "low", 4),
         ("job_end", "low", 8),
     ]
-    assert adapters(paused) == adapters(alone)
+    assert weights(paused) == weights(alone)
     assert losses(paused) == losses(alone)
 
 
 def test_a_paused_job_gives_its_slot_to_a_waiting_one(config, model, low, high):
     """Then it continues, as soon as it may and a slot is free."""
-    waiting = high.model_copy(update={"priority": -1})
+    waiting = high.replace(priority=-1)
     both = config(jobs=(low, waiting))
 
     def on_window(trainer):
@@ -235,7 +211,7 @@ def test_a_paused_job_that_is_stopped_is_exported(config, model, low, alone):
     assert second.train(resume=True).jobs[0].progress.status == "stopped"
     short = config("short")
     Trainer(short, model).train(callbacks=[at_round(2, lambda t: t.stop_job("low"))])
-    assert adapters(stopped) == adapters(short) != {}
+    assert weights(stopped) == weights(short) != {}
 
 
 def test_requests_outlive_a_kill(config, model, monkeypatch):
@@ -275,7 +251,7 @@ def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
 
 def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     Trainer(config(), model).train(callbacks=[InterruptAt(1)])
-    other = low.model_copy(update={"seed": 5})
+    other = low.replace(seed=5)
 
     def compiles(self, plan):
         raise AssertionError("the training step was compiled")
@@ -292,13 +268,11 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
     Trainer(left, model).train(callbacks=[InterruptAt(2)])
     step = len(losses(left))
     assert 2 <= step < 8
-    changed = low.model_copy(update={"seed": 5, "continue_from": left.output_dir})
+    changed = low.replace(seed=5, continue_from=left.output_dir)
     with pytest.raises(CheckpointError, match="job 'low': seed is 100 in run"):
         Trainer(config("changed", jobs=(changed,)), model).train()
-    here = low.model_copy(update={"continue_from": left.output_dir})
-    there = config("there", jobs=(jobs[1], here)).model_copy(
-        update={"max_concurrent_jobs": 2}
-    )
+    here = low.replace(continue_from=left.output_dir)
+    there = config("there", jobs=(jobs[1], here)).replace(max_concurrent_jobs=2)
     # On a GPU, the base of a plan would be in bfloat16.
     foretold = plan_run(there.replace(dtype="float32")).samples
     assert {s.batch for s in foretold if s.owner == 1} == set(range(step, 8))
@@ -316,6 +290,6 @@ def test_a_job_continues_in_another_run(config, model, low, jobs, alone):
 
 
 def test_a_job_that_has_ended_elsewhere_cannot_continue(config, model, low, alone):
-    here = low.model_copy(update={"continue_from": alone.output_dir})
+    here = low.replace(continue_from=alone.output_dir)
     with pytest.raises(CheckpointError, match="has the states of no jobs"):
         Trainer(config(jobs=(here,)), model).train()

@@ -13,7 +13,6 @@ import pytest
 
 from jaxlora import LoraJob, load_model
 from jaxlora.adapters.targets import resolve_targets
-from jaxlora.data.tokens.tokenize import TokenizedData
 from jaxlora.models.structure import linear_shapes
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -26,6 +25,7 @@ from tests.jaxlora.train.golden_runs import (
     read_weights,
     train_together,
 )
+from tests.jaxlora.train.runs import data_of
 from tests.oracle import relative_error
 
 FILE = json.loads((GOLDEN / "preference_runs" / "runs.json").read_text())
@@ -87,17 +87,9 @@ def job_state(name: str, folder: pathlib.Path, model) -> JobState:
         shuffle=False,
     )
     found = [one for record in RUNS[name]["records"] for one in samples(record)]
-    data = TokenizedData(
-        source="golden",
-        samples=found,
-        max_length=64,
-        num_records=len(found),
-        num_truncated=0,
-        num_dropped=0,
-        num_without_target=0,
-        group_size=1 if objective == "kto" else 2,
-        is_recombined=objective == "kto",
-    )
+    is_kto = objective == "kto"
+    size = 1 if is_kto else 2
+    data = data_of(found, 64, group_size=size, is_recombined=is_kto)
     start = weights(name, "initial", folder, model)
     prepared = PreparedJob(
         settings=job,

@@ -9,10 +9,9 @@ import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
 from jaxlora.errors import CheckpointError, JaxloraError
-from jaxlora.run.log import read_events
 from jaxlora.train.execute.executor import Executor
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import Outcome, is_of
+from tests import tiny
+from tests.jaxlora.train.runs import InterruptAt, Outcome
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -33,15 +32,14 @@ SETTINGS = {
 
 def write_pairs(path: pathlib.Path, count: int, seed: int) -> str:
     """Writes prompts; the chosen answer repeats one in capitals, the other does not."""
-    rng = np.random.default_rng(seed)
-    with path.open("w") as file:
-        for _ in range(count):
-            prompt = "".join(rng.choice(list("abcdefgh "), rng.integers(3, 40)))
-            length = rng.integers(2, len(prompt) + 1)
-            worse = "".join(rng.choice(list("xyz"), rng.integers(1, 30)))
-            answers = {"chosen": prompt[:length].upper(), "rejected": worse}
-            file.write(json.dumps({"prompt": prompt} | answers) + "\n")
-    return str(path)
+    rng, records = np.random.default_rng(seed), []
+    for _ in range(count):
+        prompt = "".join(rng.choice(list("abcdefgh "), rng.integers(3, 40)))
+        length = rng.integers(2, len(prompt) + 1)
+        worse = "".join(rng.choice(list("xyz"), rng.integers(1, 30)))
+        answers = {"chosen": prompt[:length].upper(), "rejected": worse}
+        records.append({"prompt": prompt} | answers)
+    return tiny.write_jsonl(path, records)
 
 
 def take_apart(path: str) -> str:
@@ -54,8 +52,7 @@ def take_apart(path: str) -> str:
     ]
     order = np.random.default_rng(len(records)).permutation(len(records))
     file = pathlib.Path(path).with_suffix(".labels.jsonl")
-    file.write_text("".join(json.dumps(records[i]) + "\n" for i in order))
-    return str(file)
+    return tiny.write_jsonl(file, (records[i] for i in order))
 
 
 # An objective is above all linears, so one of them is enough.
@@ -126,7 +123,7 @@ def train(model, make_trainer):
 
     def run(jobs, **settings) -> Outcome:
         trainer = make_trainer(f"run{next(count)}", jobs, **settings)
-        return Outcome(trainer, trainer.train(), model)
+        return Outcome(trainer, trainer.train())
 
     return run
 
@@ -260,15 +257,14 @@ def test_copies_and_continued_jobs_keep_the_reference(
 
 
 def test_metrics_are_reported_as_trl_names_them(plain, preference_jobs, together):
-    events = read_events(together.trainer.output_dir / "metrics.jsonl")
-    rewards = {e["job"]: e for e in events if "mean_reward" in e}
+    rewards = {e["job"]: e for e in together.events if "mean_reward" in e}
     assert rewards.keys() == {"reward"}
     assert rewards["reward"].keys() >= {*REWARD_METRICS}
     for job in preference_jobs.values():
         if job.name == "reward":
             continue
         for kind, prefix in (("step", ""), ("eval", "eval_")):
-            found = [e for e in events if is_of(e, kind, job.name)]
+            found = together.of(kind, job=job.name)
             assert found
             for event in found:
                 names = KTO_METRICS if job.name == "kto" else METRICS
@@ -278,10 +274,10 @@ def test_metrics_are_reported_as_trl_names_them(plain, preference_jobs, together
                 assert 0 <= of.get("rewards/accuracies", 0) < 1 + 1e-6
                 assert of["logps/chosen"] < 0 > of["logps/rejected"]
                 assert of.get("kl", 0) >= 0
-    kl = [e["kl"] for e in events if is_of(e, "step", "kto")]
+    kl = [e["kl"] for e in together.of("step", job="kto")]
     assert kl[0] == pytest.approx(0, abs=1e-4), "a fresh adapter changes nothing"
     assert max(kl) > 1e-3, "the baseline takes part"
-    others = [e for e in events if e.get("job") == plain.name]
+    others = [e for e in together.events if e.get("job") == plain.name]
     assert not any("rewards" in key for event in others for key in event)
 
 

@@ -11,9 +11,8 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.forecast import plan_run
 from jaxlora.models.division import weight_specs
 from tests import tiny
-from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.mesh_runs import SUM_ROUNDING
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import AtWindow, Outcome, outcome
 
 CONFIG = tiny.CONFIG | {"hidden_size": 64, "intermediate_size": 128}
 # One linear of attention and one of the MLP; more compile for longer.
@@ -84,8 +83,7 @@ def train(config, jobs):
     @functools.cache
     def run(only: int | None = None, **settings) -> Outcome:
         chosen = jobs if only is None else jobs[only : only + 1]
-        trainer = Trainer(config(jobs=chosen, **settings))
-        return Outcome(trainer, trainer.train(), trainer.model)
+        return outcome(config(jobs=chosen, **settings))
 
     return run
 
@@ -121,8 +119,7 @@ def test_same_bits_twice_and_after_an_interruption(config, train):
 
     with pytest.raises(KeyboardInterrupt):
         Trainer(settings).train(callbacks=[AtWindow(interrupt)])
-    trainer = Trainer(settings)
-    resumed = Outcome(trainer, trainer.train(resume=True), trainer.model)
+    resumed = outcome(settings, resume=True)
     assert resumed.result.num_compilations == 0
     assert resumed.bytes == train(quantize_base="fp8").bytes
 

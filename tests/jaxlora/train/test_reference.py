@@ -6,16 +6,14 @@ import functools
 import numpy as np
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Trainer
+from jaxlora import LoraJob, Trainer
 from jaxlora.adapters.adapter import Adapter, OutsideWeights
 from jaxlora.data.order import JobOrder
 from jaxlora.errors import ConfigError
 from jaxlora.plan.job import prepared_job
 from jaxlora.plan.job.chosen_modules import check_objective
-from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.train.job_state import JobState
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.reference_folders import write_reference
+from tests.jaxlora.train.runs import InterruptAt, prepared_of, run_of
 from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.jaxlora.train.test_preferences import write_pairs
 
@@ -89,38 +87,16 @@ def test_in_the_step_it_is_the_one_that_is_kept(train, tmp_path):
         assert of["plain"][0] != pytest.approx(np.log(2), rel=1e-3)
 
 
-@pytest.mark.grid
-@pytest.mark.needs_devices(3)
-def test_in_the_step_on_replicas_that_are_meshes(train, model, tmp_path):
-    path = write_pairs(tmp_path / "pairs.jsonl", 9, seed=0)
-    held_out = {"path": write_pairs(tmp_path / "held_out.jsonl", 3, seed=1)}
-    args = {"reference_logps": "in_step"}
-    adapter = {"reference": write_reference(tmp_path / "own", model, "lora")}
-    jobs = [
-        job("dpo", "dpo", path, args | adapter, eval_data=held_out),
-        job("kto", "kto", path, args, eval_data=held_out),
-    ]
-    # The axis `tensor` has no rows of tokens.
-    plain = {"use_dora": False, "trainable_token_indices": (), "dropout": 0.0}
-    jobs = [one.replace(eval_every=2, **plain) for one in jobs]
-    alone = train(jobs)
-    replicas = [{"tensor": 2, "microbatch_tokens": 512}, {"microbatch_tokens": 256}]
-    found = train(jobs, replicas=replicas, microbatch_tokens="auto")
-    for name in ("dpo", "kto"):
-        for of, one in ((found.losses, alone.losses), (found.evals, alone.evals)):
-            assert of[name] == pytest.approx(one[name], rel=1e-4)
-
-
 def test_a_resumed_job_goes_on_with_its_reference(model, tmp_path, monkeypatch):
     """By cost, it would be computed once for more steps than a pass has."""
     monkeypatch.setattr(prepared_job, "_MANY_TOKENS", 10)
     path = write_pairs(tmp_path / "pairs.jsonl", 26, seed=0)
 
     def trainer(steps: int) -> Trainer:
-        config = RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / "run"),
-            jobs=of_each(path, steps=steps),
+        config = run_of(
+            model,
+            tmp_path / "run",
+            of_each(path, steps=steps),
             slot_rank=8,
             window_steps=1,
             checkpoint_every=1,
@@ -144,15 +120,12 @@ def test_a_reference_that_cannot_be_had_is_refused():
 
 def with_reference(start: Adapter | None, args: dict, **settings) -> JobState:
     """A job without data, of which only the settings and adapters are read."""
-    prepared = object.__new__(PreparedJob)
-    made = job("x", "dpo", "pairs.jsonl", args, **settings)
-    other = None if start is None else dataclasses.replace(start)
-    values = {"settings": made, "start": start}
-    values["reference"] = None if args.get("reference", "base") == "base" else other
-    for name, value in values.items():
-        object.__setattr__(prepared, name, value)
-    order = JobOrder(num_samples=8, batch_size=4, seed=0, steps=9)
-    object.__setattr__(prepared, "order", order)
+    prepared = prepared_of(
+        settings=job("x", "dpo", "pairs.jsonl", args, **settings),
+        start=start,
+        reference=dataclasses.replace(start) if "reference" in args else None,
+        order=JobOrder(num_samples=8, batch_size=4, seed=0, steps=9),
+    )
     return JobState(prepared, Adapter(modules={}))
 
 

@@ -27,11 +27,14 @@ from jaxlora.plan.run_plan import RunPlan
 from jaxlora.train.execute.layout import Layout
 from tests.jaxlora.models.test_logits import NO_ADAPTER, pack
 from tests.jaxlora.train import test_reference
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.conftest import LINEARS
-from tests.jaxlora.train.outcome import Outcome, outcome
-from tests.jaxlora.train.planned_run import plan_and_jobs
 from tests.jaxlora.train.reference_folders import KINDS, write_reference
+from tests.jaxlora.train.runs import (
+    LINEARS,
+    InterruptAt,
+    outcome,
+    plan_and_jobs,
+    run_of,
+)
 from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.jaxlora.train.test_preferences import write_pairs
 from tests.oracle import relative_error
@@ -176,10 +179,10 @@ def test_neighbours_do_not_matter_and_a_resumed_run_has_the_same_bits(
     ]
 
     def config(name: str, jobs: list[LoraJob]) -> RunConfig:
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / name),
-            jobs=jobs,
+        return run_of(
+            model,
+            tmp_path / name,
+            jobs,
             block_tokens=16,
             slot_rank=8,
             **SHAPE,
@@ -202,8 +205,7 @@ def test_neighbours_do_not_matter_and_a_resumed_run_has_the_same_bits(
     with pytest.raises(CheckpointError, match=r"reference_fingerprint is .* compared"):
         Trainer(config("cut", jobs), model)
     path.write_text(before)
-    trainer = Trainer(config("cut", jobs), model)
-    resumed = Outcome(trainer, trainer.train(resume=True), model)
+    resumed = outcome(config("cut", jobs), model, resume=True)
     assert resumed.result.num_compilations == 0
     assert resumed.bytes == whole.bytes and resumed.losses != {}
 
@@ -257,10 +259,10 @@ def test_references_that_do_not_fit_the_slots_are_refused(
     with pytest.raises(ConfigError, match="'x' with its reference has rank 6, and"):
         planned(model, job("x", "dpo", pairs, args), slot_rank=5)
 
-    config = RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=[job("x", "dpo", pairs, {}, steps=1)],
+    config = run_of(
+        model,
+        tmp_path / "run",
+        [job("x", "dpo", pairs, {}, steps=1)],
         slot_rank=8,
         slot_targets=LINEARS,
     )
@@ -288,10 +290,10 @@ def test_in_the_step_on_meshes(two_layers, references, tmp_path, mesh):
     ]
 
     def losses(mesh: str) -> dict[str, list[float]]:
-        config = RunConfig(
-            model=str(two_layers.folder),
-            output_dir=str(tmp_path / mesh),
-            jobs=jobs,
+        config = run_of(
+            two_layers,
+            tmp_path / mesh,
+            jobs,
             microbatch_tokens=512,
             block_tokens=16,
             dtype="float32",

@@ -20,7 +20,7 @@ def test_a_job_trains_with_a_registered_format(train, jobs, tmp_path):
     data = jaxlora.load_run(run_file).jobs[0].data
     jaxlora.register_format("turns", lambda r: Example(r["turns"][0], (r["turns"][1],)))
     try:
-        found = train([job.model_copy(update={"data": data})])
+        found = train([job.replace(data=data)])
     finally:
         FORMATS.pop()
     assert found.bytes == train([job]).bytes and found.losses[job.name]

@@ -23,9 +23,13 @@ from jaxlora.train.saved.resume import as_begun
 from tests import tiny
 from tests.jaxlora.memory_formula import estimated_by_formula
 from tests.jaxlora.train import made_run
-from tests.jaxlora.train.at_window import Copies, at_windows
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import (
+    AtWindow,
+    Copies,
+    Outcome,
+    assert_same_bits,
+)
 from tests.jaxlora.train.test_replicas import ONE, Runs
 
 pytestmark = pytest.mark.needs_devices(3)
@@ -88,7 +92,7 @@ def whole(runs, own_jobs, machine, tmp_path_factory) -> tuple[Outcome, Copies]:
     """A whole run, and what a kill at each of its checkpoints would leave."""
     copies = Copies(tmp_path_factory.mktemp("copies"))
     trainer = Trainer(runs.config(own_jobs, **AUTO), runs.model)
-    return Outcome(trainer, trainer.train(callbacks=[copies]), runs.model), copies
+    return Outcome(trainer, trainer.train(callbacks=[copies])), copies
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +117,7 @@ def resumed(runs, jobs, folder, *callbacks, replan=False, **settings) -> Outcome
     config = runs.config(jobs, **AUTO | settings | {"output_dir": str(folder)})
     trainer = Trainer(config, runs.model, replan=replan)
     result = trainer.train(resume=True, callbacks=callbacks)
-    return Outcome(trainer, result, runs.model)
+    return Outcome(trainer, result)
 
 
 def is_wide(trainer: Trainer) -> bool:
@@ -123,12 +127,6 @@ def is_wide(trainer: Trainer) -> bool:
 
 def progress(folder: pathlib.Path):
     return read_newest(folder / CHECKPOINTS).run.progress
-
-
-def assert_same_bits(one: Outcome, other: Outcome) -> None:
-    assert one.bytes == other.bytes
-    for kind in ("losses", "norms", "evals"):
-        assert getattr(one, kind) == getattr(other, kind)
 
 
 def test_a_run_keeps_its_replicas(runs, own_jobs, whole, halfway, tmp_path):
@@ -191,7 +189,7 @@ def test_a_job_that_the_replicas_do_not_hold(runs, own_jobs, replanned, late, tm
             errors.append(str(caught.value))
 
     jobs = (*own_jobs[:2], own_jobs[2].replace(steps=12))
-    resumed(runs, jobs, folder, *at_windows(join))
+    resumed(runs, jobs, folder, AtWindow(join))
     (text,) = errors
     assert text.startswith("job 'late' has a sample of ")
     assert text.endswith(
@@ -206,22 +204,6 @@ def test_a_job_that_the_replicas_do_not_hold(runs, own_jobs, replanned, late, tm
     assert {one.status for one in again.progress.values()} == {"finished"}
     alone = runs.train((late,), **ONE)
     assert again.losses["late"] == pytest.approx(alone.losses["late"], rel=2e-6)
-
-
-@pytest.mark.grid
-def test_slots_hold_what_is_left(runs, own_jobs, tmp_path):
-    """Rank, tensors and optimizers of the job that has ended are gone from them."""
-    first = own_jobs[0].replace(use_dora=True, optimizer="sgd", adam_eps=1e-8)
-    jobs, open_slots = (first, *own_jobs[1:]), {"slot_rank": None, "slot_dropout": None}
-    copies = Copies(tmp_path)
-    trainer = Trainer(runs.config(jobs, **AUTO | open_slots), runs.model)
-    trainer.train(callbacks=[copies])
-    there = next(c for c in copies.copies if progress(c)["job0"].is_over)
-    again = resumed(runs, jobs, there, replan=True, **open_slots)
-    assert_same_on_meshes(runs.train(jobs, **ONE | open_slots), again)
-    slots = again.trainer.plan.spec.slots
-    assert (slots.num_slots, slots.rank) == (3, max(job.rank for job in jobs[1:]))
-    assert (slots.settings, slots.optimizers) == ((), ("adamw",))
 
 
 def test_a_job_that_has_ended_is_not_continued(runs, own_jobs, whole):

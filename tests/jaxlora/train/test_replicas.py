@@ -24,14 +24,16 @@ from jaxlora.plan.mesh.machine import this_machine
 from jaxlora.plan.replicas import lists
 from jaxlora.plan.stages import MeshStages
 from jaxlora.run.folder import CHECKPOINTS
-from jaxlora.run.log import read_events
 from jaxlora.train.execute.replicas import FurtherReplicas, Replica
 from jaxlora.train.saved.read_checkpoint import read_newest
-from tests.jaxlora.train.at_window import InterruptAt, at_windows
-from tests.jaxlora.train.conftest import LINEARS
 from tests.jaxlora.train.mesh_runs import assert_empty_slot, assert_same_on_meshes
-from tests.jaxlora.train.outcome import Outcome
-from tests.jaxlora.train.test_resume import killed
+from tests.jaxlora.train.runs import (
+    LINEARS,
+    InterruptAt,
+    Outcome,
+    assert_same_bits,
+    outcome,
+)
 
 pytestmark = pytest.mark.needs_devices(3)
 
@@ -75,9 +77,8 @@ class Runs:
         return RunConfig(jobs=tuple(jobs), **own | settings)
 
     def train(self, jobs, *, on_window=None, **settings) -> Outcome:
-        trainer = Trainer(self.config(jobs, **settings), self.model)
-        result = trainer.train(callbacks=at_windows(on_window))
-        return Outcome(trainer, result, self.model)
+        config = self.config(jobs, **settings)
+        return outcome(config, self.model, on_window=on_window)
 
     def once(self, jobs, **settings) -> Outcome:
         key = repr((jobs, settings))
@@ -99,12 +100,7 @@ def unlike_jobs(jobs):
     as large as the others'.
     """
     changes = {"adam_eps": 1e-4, "max_grad_norm": 0.05, "steps": 5}
-    return tuple(job.model_copy(update=changes) for job in (jobs[0], jobs[2], jobs[3]))
-
-
-def windows(outcome: Outcome) -> list[dict]:
-    events = read_events(outcome.result.output_dir / "metrics.jsonl")
-    return [event for event in events if event["event"] == "window"]
+    return tuple(job.replace(**changes) for job in (jobs[0], jobs[2], jobs[3]))
 
 
 def test_equals_one_device(runs, unlike_jobs):
@@ -135,7 +131,7 @@ def test_replicas_that_are_meshes_equal_one_device(runs, unlike_jobs, settings):
     one, other = runs.once(unlike_jobs, **ONE), runs.once(unlike_jobs, **settings)
     assert_same_on_meshes(one, other)
     tokens = np.zeros(len(other.trainer.plan.lanes.replicas), int)
-    for window in windows(other):
+    for window in other.of("window"):
         tokens += [one["num_tokens"] for one in window["replicas"]]
     assert (tokens > 0).all()
 
@@ -144,7 +140,7 @@ def test_every_replica_trains_what_fits(runs, unlike_jobs):
     """The report names them; only the first one can hold the longest samples."""
     other = runs.once(unlike_jobs, **UNLIKE)
     tokens = np.zeros(3, int)
-    for window in windows(other):
+    for window in other.of("window"):
         each = window["replicas"]
         assert [one["replica"] for one in each] == [1, 2, 3]
         assert [one["microbatch_tokens"] for one in each] == [192, 64, 64]
@@ -181,8 +177,7 @@ def test_the_same_bits_in_any_order(runs, unlike_jobs, settings, monkeypatch):
     again = runs.train(unlike_jobs, **settings)
     assert len(set(used)) == 2
     assert again.result.num_compilations == 0
-    assert again.bytes == whole.bytes
-    assert (again.losses, again.norms) == (whole.losses, whole.norms)
+    assert_same_bits(again, whole)
 
 
 def test_a_replica_waits_for_its_own_jobs_only(runs, unlike_jobs, monkeypatch):
@@ -238,7 +233,7 @@ def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs, settings):
     name = unlike_jobs[0].name
 
     def with_rate(rate):
-        first = unlike_jobs[0].model_copy(update={"learning_rate": rate, "steps": 2})
+        first = unlike_jobs[0].replace(learning_rate=rate, steps=2)
         return runs.train((first, *unlike_jobs[1:]), **settings)
 
     calm, failed = with_rate(1e-3), with_rate(1e30)
@@ -254,9 +249,9 @@ def test_a_job_that_diverges_changes_no_other(runs, unlike_jobs, settings):
 def test_jobs_come_and_go(runs, unlike_jobs, settings, monkeypatch):
     """They join, pause, resume and end early as on one device; nothing recompiles."""
     stops = {"early_stopping": 2, "early_stopping_delta": 100.0, "eval_every": 1}
-    first = unlike_jobs[0].model_copy(update=stops | {"steps": 20})
-    late = unlike_jobs[1].model_copy(update={"name": "late", "steps": 9})
-    rest = [job.model_copy(update={"steps": 12}) for job in unlike_jobs[1:]]
+    first = unlike_jobs[0].replace(**stops | {"steps": 20})
+    late = unlike_jobs[1].replace(name="late", steps=9)
+    rest = [job.replace(steps=12) for job in unlike_jobs[1:]]
     discarded, copy = [], FurtherReplicas.copy
 
     def watched(self, slot):
@@ -285,8 +280,7 @@ def test_jobs_come_and_go(runs, unlike_jobs, settings, monkeypatch):
     assert_same_on_meshes(one, other)
     # Some left a slot while replicas had sent gradients of their next batch.
     assert any(discarded)
-    events = read_events(other.result.output_dir / "metrics.jsonl")
-    kinds = {event["event"] for event in events}
+    kinds = {event["event"] for event in other.events}
     assert {"job_pause", "job_resume"} <= kinds and "late" in other.progress
     assert other.progress[first.name].status == "stopped early"
 
@@ -367,8 +361,7 @@ def interrupted(runs, unlike_jobs):
 
 def resumed(runs, jobs, folder, **settings) -> Outcome:
     config = runs.config(jobs, output_dir=str(folder), **settings)
-    trainer = Trainer(config, runs.model)
-    return Outcome(trainer, trainer.train(resume=True), runs.model)
+    return outcome(config, runs.model, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -390,8 +383,7 @@ def test_an_interrupted_run_continues(
     again = resumed(runs, unlike_jobs, folder, **settings)
     assert_same_on_meshes(whole, again)
     if settings == UNLIKE:
-        assert again.bytes == whole.bytes
-        assert (again.losses, again.evals) == (whole.losses, whole.evals)
+        assert_same_bits(again, whole)
 
 
 @pytest.mark.parametrize(
@@ -412,28 +404,7 @@ def test_a_run_continues_on_others(runs, unlike_jobs, before, after):
     again = resumed(runs, unlike_jobs, config.output_dir, **after)
     assert_same_on_meshes(whole, again)
     if before == after:
-        assert again.bytes == whole.bytes
-        assert (again.losses, again.evals) == (whole.losses, whole.evals)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("settings", DEPLOYMENTS)
-def test_killed(runs, unlike_jobs, settings):
-    """kill -9 while the second checkpoint is written, so the first is complete."""
-    whole = runs.once(unlike_jobs, **settings)
-    config = runs.config(unlike_jobs, **settings | {"checkpoint_every": 1})
-    folder = pathlib.Path(config.output_dir)
-    run_file = folder.with_suffix(".json")
-    run_file.write_text(json.dumps(config.model_dump(mode="json")))
-    events = read_events(whole.result.output_dir / "metrics.jsonl")
-    kinds = [event["event"] for event in events]
-    second_window = kinds.index("window", kinds.index("window") + 1)
-    killed(run_file, str(second_window + 3))
-    found = read_newest(folder / CHECKPOINTS)
-    assert 1 <= found.number < windows(whole)[-1]["round"]
-    again = resumed(runs, unlike_jobs, folder, **settings)
-    assert again.bytes == whole.bytes
-    assert again.losses == whole.losses
+        assert_same_bits(again, whole)
 
 
 # ---- refusals ------------------------------------------------------------------------
@@ -523,7 +494,7 @@ def test_sizes_are_those_that_fit(runs, unlike_jobs, monkeypatch):
 
 def test_a_plan_has_the_microbatches_of_the_run(runs, unlike_jobs):
     planned = plan_run(runs.config(unlike_jobs, **UNLIKE))
-    ran = windows(runs.once(unlike_jobs, **UNLIKE))
+    ran = runs.once(unlike_jobs, **UNLIKE).of("window")
     assert planned.num_microbatches == sum(one["num_microbatches"] for one in ran)
     each = [
         (one["num_microbatches"], one["microbatch_tokens"])

@@ -18,12 +18,17 @@ from jaxlora.cli.main import main
 from jaxlora.errors import CheckpointError
 from jaxlora.models.structure import linear_shapes
 from jaxlora.run.folder import read_run_record, write_run_record
-from jaxlora.run.log import RunLog, read_events
+from jaxlora.run.log import RunLog
 from jaxlora.train.saved.export import export_checkpoint
 from tests import tiny
 from tests.jaxlora.train import fused
-from tests.jaxlora.train.at_window import AtWindow, InterruptAt
-from tests.jaxlora.train.conftest import LINEARS
+from tests.jaxlora.train.runs import (
+    LINEARS,
+    AtWindow,
+    InterruptAt,
+    adapter_bytes,
+    events_of,
+)
 
 # Kills itself at the given line of the metrics, wherever the run is just then: the
 # checkpoint of that round is still being written in the background.
@@ -72,8 +77,7 @@ sys.exit(main(["train", sys.argv[1]]))
 def make_run(tmp_path_factory):
     """Run files of the same run in other output folders."""
     folder = tmp_path_factory.mktemp("resume")
-    config = tiny.CONFIG | {"num_hidden_layers": 1}
-    model = tiny.write_model(folder / "model", config=config)
+    model = tiny.write_layers(folder / "model", 1)
     jobs = []
     for i, (batch_size, targets) in enumerate([(3, ["q_proj"]), (2, LINEARS)]):
         jobs.append(
@@ -154,16 +158,11 @@ def signal_at(monkeypatch):
 def results(run_file):
     """The adapters' bytes, and the losses of every step and evaluation."""
     folder = pathlib.Path(json.loads(run_file.read_text())["output_dir"])
-    adapters = {
-        path.parent.name: path.read_bytes()
-        for path in folder.glob("adapters/*/adapter_model.safetensors")
-    }
     losses = [
         (e["event"], e["job"], e["step"], e.get("loss", e.get("eval_loss")))
-        for e in read_events(folder / "metrics.jsonl")
-        if e["event"] in ("step", "eval")
+        for e in events_of(folder, "step", "eval")
     ]
-    return adapters, losses
+    return adapter_bytes(folder), losses
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +210,7 @@ def test_killed_in_the_middle_of_a_write(make_run, whole):
     folder = pathlib.Path(json.loads(run_file.read_text())["output_dir"])
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names[0] == "2" and names[1].startswith("4.orbax-checkpoint-tmp")
-    assert read_events(folder / "metrics.jsonl")[-1]["round"] >= 5
+    assert events_of(folder)[-1]["round"] >= 5
     assert command(run_file, "--resume") == 0
     assert results(run_file) == whole[1]
 
@@ -270,8 +269,8 @@ def test_exports_from_a_checkpoint(make_run, tmp_path):
     """Running jobs are exported as they are; ended ones as the run exported them."""
     run_file = make_run("exported", checkpoint_every=1, window_steps=1)
     config = load_run(run_file)
-    longer = config.jobs[1].model_copy(update={"steps": 40})
-    config = config.model_copy(update={"jobs": (config.jobs[0], longer)})
+    longer = config.jobs[1].replace(steps=40)
+    config = config.replace(jobs=(config.jobs[0], longer))
     trainer = Trainer(config)
 
     class Enough(Exception):
@@ -306,13 +305,13 @@ def test_refuses_what_is_not_its_own(make_run, tmp_path, compiled_when_called):
         Trainer(config).train()
 
     def resume(**changes):
-        Trainer(config.model_copy(update=changes)).train(resume=True)
+        Trainer(config.replace(**changes)).train(resume=True)
 
     job = config.jobs[0]
     for jobs, message in [
         ((config.jobs[0],), "job 'job1' is in run.json but not in this run"),
         (
-            (job.model_copy(update={"rank": 3}), config.jobs[1]),
+            (job.replace(rank=3), config.jobs[1]),
             "job 'job0': rank is 2 in run.json and 3 now, but must not change",
         ),
     ]:
@@ -337,8 +336,8 @@ def test_resumes_on_another_day(make_run, tmp_path):
     settings["chat_template"] = "{{ strftime_now('%d %B %Y') }}\n" + tiny.CHATML
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     job = config.jobs[0]
-    job = job.model_copy(update={"data": job.data.model_copy(update={"chat": True})})
-    config = config.model_copy(update={"model": str(model), "jobs": (job,)})
+    job = job.replace(data=job.data.replace(chat=True))
+    config = config.replace(model=str(model), jobs=(job,))
 
     assert Trainer(config).train(callbacks=[InterruptAt(2)]).interrupted
     folder = pathlib.Path(config.output_dir)

@@ -23,12 +23,16 @@ from jaxlora.run.folder import (
     clean_up,
     prepare_export_folder,
 )
-from jaxlora.run.log import read_events
 from jaxlora.train.saved.checkpoint import Checkpoints
 from jaxlora.train.saved.export import export_checkpoint
 from tests.jaxlora.train import made_run
-from tests.jaxlora.train.at_window import AtWindow, InterruptAt
-from tests.jaxlora.train.conftest import TWO_SLOTS
+from tests.jaxlora.train.runs import (
+    AtWindow,
+    InterruptAt,
+    contents,
+    events_of,
+    two_slots,
+)
 
 pytestmark = pytest.mark.usefixtures("no_device")
 
@@ -36,23 +40,10 @@ pytestmark = pytest.mark.usefixtures("no_device")
 @pytest.fixture
 def config(model, jobs, tmp_path):
     """A checkpoint after each round; the first job exports its best evaluations."""
-    first = jobs[0].model_copy(update={"keep_best": True, "learning_rate": 1e-3})
-    return RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=(first, jobs[1]),
-        checkpoint_every=1,
-        window_steps=1,
-        **TWO_SLOTS,
+    first = jobs[0].replace(keep_best=True, learning_rate=1e-3)
+    return two_slots(
+        model, tmp_path / "run", (first, jobs[1]), checkpoint_every=1, window_steps=1
     )
-
-
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.mark.usefixtures("pictures")
@@ -60,8 +51,8 @@ def test_beside_a_run_that_goes_on(config, model, tmp_path):
     """A second run is refused; what only reads works, and changes nothing."""
     # No evaluation is due in the third round, so no adapter is being written then.
     rare = {"eval_every": None, "steps": 6}
-    first = config.jobs[0].model_copy(update=rare)
-    config = config.model_copy(update={"jobs": (first, config.jobs[1])})
+    first = config.jobs[0].replace(**rare)
+    config = config.replace(jobs=(first, config.jobs[1]))
     said = []
 
     def beside(trainer):
@@ -87,7 +78,7 @@ def test_beside_a_run_that_goes_on(config, model, tmp_path):
     assert f"in use by process {os.getpid()} of" in said[0]
     assert re.search("checkpoint after round [12]", said[0])
     folder = trainer.output_dir
-    steps = [e["step"] for e in read_events(folder / "metrics.jsonl") if "loss" in e]
+    steps = [e["step"] for e in events_of(folder) if "loss" in e]
     assert len(steps) == sum(job.steps for job in config.jobs)
     assert sorted(path.name for path in folder.iterdir()) == [
         "adapters",
@@ -108,7 +99,7 @@ def test_a_run_without_its_checkpoints(config, model):
     """It starts anew if it is the same run, and keeps what is trained further."""
 
     def changed(**changes) -> RunConfig:
-        return config.model_copy(update=changes)
+        return config.replace(**changes)
 
     def is_refused(other, message):
         before = contents(folder)
@@ -119,7 +110,7 @@ def test_a_run_without_its_checkpoints(config, model):
     folder = pathlib.Path(config.output_dir)
     trainer = Trainer(config, model)
     trainer.train(callbacks=[InterruptAt(3)])
-    other_seed = config.jobs[1].model_copy(update={"seed": 5})
+    other_seed = config.jobs[1].replace(seed=5)
     other = changed(jobs=(config.jobs[0], other_seed))
     is_refused(other, "job 'job1': seed is 101 in run.json and 5 now")
     shutil.rmtree(folder / "checkpoints")
@@ -140,7 +131,7 @@ def test_a_run_without_its_checkpoints(config, model):
 def test_jobs_that_were_added_are_part_of_the_run(config, model):
     """Also where there is no checkpoint that says so."""
     changes = {"jobs": config.jobs[1:], "checkpoint_every": None}
-    one = config.model_copy(update=changes)
+    one = config.replace(**changes)
 
     class Killed(Exception):
         pass
@@ -148,7 +139,7 @@ def test_jobs_that_were_added_are_part_of_the_run(config, model):
     def add(trainer):
         if trainer.round == 2:
             raise Killed
-        late = config.jobs[1].model_copy(update={"name": "late", "steps": 1})
+        late = config.jobs[1].replace(name="late", steps=1)
         trainer.add_job(late)
 
     with pytest.raises(Killed):
@@ -169,9 +160,9 @@ def test_a_folder_that_is_removed_while_the_run_trains(
     No checkpoint or adapter is being written just then: those make their own folders.
     """
     rare = {"keep_best": False, "eval_every": None, "steps": 6}
-    first = config.jobs[0].model_copy(update=rare)
+    first = config.jobs[0].replace(**rare)
     update = {"jobs": (first, config.jobs[1]), "checkpoint_every": 3}
-    config = config.model_copy(update=update)
+    config = config.replace(**update)
     folder = pathlib.Path(config.output_dir)
 
     class Remover(Callback):

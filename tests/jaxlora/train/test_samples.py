@@ -9,13 +9,11 @@ from jaxlora import Generator, RunConfig, Trainer
 from jaxlora.cli.main import main
 from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.errors import CheckpointError, ConfigError
-from jaxlora.run.log import read_events
 from jaxlora.train.report.run_callbacks import SampleFile
 from jaxlora.train.saved.run_adapters import load_run_adapters
 from tests import tiny
 from tests.jaxlora.run.made_events import step
-from tests.jaxlora.train.conftest import TWO_SLOTS
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import events_of, outcome, two_slots
 
 SAMPLES = SamplesConfig(
     prompts=("abc", "a longer one"), max_new_tokens=6, temperature=1.5, seed=4
@@ -27,15 +25,10 @@ def runs(model, jobs, tmp_path_factory):
     """The results of the same run without samples and with them."""
 
     def run(samples):
-        config = RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path_factory.mktemp("runs") / "run"),
-            jobs=jobs[:2],
-            **TWO_SLOTS,
-            samples=samples,
+        config = two_slots(
+            model, tmp_path_factory.mktemp("runs") / "run", jobs[:2], samples=samples
         )
-        trainer = Trainer(config, model)
-        return Outcome(trainer, trainer.train(), model)
+        return outcome(config, model)
 
     return run(None), run(SAMPLES)
 
@@ -50,7 +43,7 @@ def test_samples_do_not_disturb_training(runs):
 def test_samples_are_of_the_jobs_own_weights(runs, model):
     _, sampled = runs
     folder = sampled.result.output_dir
-    events = read_events(folder / "metrics.jsonl")
+    events = events_of(folder)
     found = {
         kind: [(e["job"], e["step"]) for e in events if e["event"] == kind]
         for kind in ("eval", "sample")
@@ -112,7 +105,7 @@ def test_the_file_has_what_the_log_has_kept(tmp_path):
 
 def test_samples_that_cannot_be_made_are_refused(jobs, model, tmp_path):
     run = {"model": str(model.folder), "output_dir": str(tmp_path / "run")}
-    blind = jobs[0].model_copy(update={"eval_fraction": 0.0, "eval_every": None})
+    blind = jobs[0].replace(eval_fraction=0.0, eval_every=None)
     with pytest.raises(ValueError, match="no job has held-out records"):
         RunConfig(jobs=[blind], samples=SAMPLES, **run)
     with pytest.raises(ValueError, match="the list is empty"):

@@ -1,19 +1,16 @@
 """Runs whose layers are divided among programs that alike layers share."""
 
-import re
 import shutil
 
 import pytest
 
 from jaxlora import Trainer
-from jaxlora.errors import ConfigError
 from jaxlora.run.folder import CHECKPOINTS
 from jaxlora.train.saved.read_checkpoint import read_newest
 from scripts.bench.mesh.cases import Case
 from tests import tiny
-from tests.jaxlora.train.at_window import InterruptAt
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import InterruptAt, outcome
 from tests.jaxlora.train.test_preferences import write_pairs
 from tests.jaxlora.train.test_reference import job
 
@@ -32,8 +29,7 @@ SLOTS = {"max_concurrent_jobs": 3, "slot_targets": TARGETS}
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory) -> dict:
     """Settings of runs of a model with three layers, of which two are alike."""
-    folder = tmp_path_factory.mktemp("base") / "three"
-    tiny.write_model(folder, config=tiny.CONFIG | {"num_hidden_layers": 3})
+    folder = tiny.write_layers(tmp_path_factory.mktemp("base") / "three", 3)
     return SLOTS | {"model": str(folder), "window_steps": 1}
 
 
@@ -41,7 +37,7 @@ def deep(tmp_path_factory) -> dict:
 def mesh_jobs(mesh_jobs):
     """The last one adapts only the last layer."""
     last = {"target_modules": r".*\.2\..*down_proj"}
-    return (*mesh_jobs[:3], mesh_jobs[3].model_copy(update=last))
+    return (*mesh_jobs[:3], mesh_jobs[3].replace(**last))
 
 
 def test_sections_train_what_one_program_trains(meshes, mesh_jobs, deep):
@@ -62,8 +58,7 @@ def test_sections_train_what_one_program_trains(meshes, mesh_jobs, deep):
 def test_a_deeper_model_compiles_as_many_programs(meshes, mesh_jobs, deep, tmp_path):
     counts = []
     for layers in (2, 6):
-        folder = tmp_path / f"of_{layers}"
-        tiny.write_model(folder, config=tiny.CONFIG | {"num_hidden_layers": layers})
+        folder = tiny.write_layers(tmp_path / f"of_{layers}", layers)
         settings = deep | {"model": str(folder), "layers_per_program": 1}
         settings["slot_targets"] = r".*down_proj"
         config = meshes.config("fsdp=1", mesh_jobs[1:2], **settings)
@@ -84,8 +79,7 @@ def test_an_interrupted_run_continues_in_other_programs(
     for size in (1, 3):
         folder = shutil.copytree(result.output_dir, tmp_path / f"by_{size}")
         own = config.replace(output_dir=str(folder), layers_per_program=size)
-        trainer = Trainer(own)
-        resumed = Outcome(trainer, trainer.train(resume=True), trainer.model)
+        resumed = outcome(own, resume=True)
         whole = meshes.once("fsdp=1", mesh_jobs, layers_per_program=1, **deep)
         assert_same_on_meshes(whole, resumed)
         if size == 1:
@@ -105,15 +99,6 @@ def test_references_and_baselines(meshes, tmp_path):
     assert_same_on_meshes(one, chain)
 
 
-def test_what_cannot_be_divided(meshes, mesh_jobs, deep):
-    """An explicit number is refused with the reason; `auto` takes one program."""
-    rows = [mesh_jobs[1].replace(trainable_token_indices=[67, 73])]
-    config = meshes.config("fsdp=1", rows, layers_per_program=2, **deep)
-    text = "layers_per_program: 2 is not supported, as slots train rows of an embedding"
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        Trainer(config)
-
-
 @pytest.mark.needs_devices(4)
 @pytest.mark.parametrize(
     "mesh",
@@ -123,13 +108,6 @@ def test_sections_on_a_mesh(meshes, mesh_jobs, deep, mesh):
     one = meshes.once("fsdp=1", mesh_jobs, **deep)
     chain = meshes.once(mesh, mesh_jobs, layers_per_program=1, **deep)
     assert_same_on_meshes(one, chain)
-
-
-@pytest.mark.needs_devices(2)
-def test_stages_are_not_divided(meshes, mesh_jobs):
-    config = meshes.config("stage=2", mesh_jobs[:3], layers_per_program=1)
-    with pytest.raises(ConfigError, match="the stages of mesh stage=2 are programs"):
-        Trainer(config)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,10 @@ import threading
 
 import pytest
 
-from jaxlora import RunConfig, Trainer
-from jaxlora.run.log import read_events
+from jaxlora import Trainer
 from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.run_programs import FurtherPrograms
-from tests.jaxlora.train.at_window import InterruptAt, at_windows
-from tests.jaxlora.train.conftest import LINEARS, folder_of
-from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import LINEARS, InterruptAt, Outcome, run_of
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 # A microbatch is taken to last a tenth of a second, as on a device of unknown speed.
@@ -43,12 +39,11 @@ def rows(monkeypatch) -> list[int]:
 def small(jobs):
     """Jobs whose steps together fill less than half of a microbatch."""
     update = {"eval_every": None, "eval_fraction": 0.0, "steps": 8}
-    return [job.model_copy(update=update) for job in (jobs[1], jobs[5])]
+    return [job.replace(**update) for job in (jobs[1], jobs[5])]
 
 
 def fill(outcome) -> float:
-    events = read_events(folder_of(outcome) / "metrics.jsonl")
-    return max(e["fill"] for e in events if e["event"] == "window")
+    return max(event["fill"] for event in outcome.of("window"))
 
 
 def test_shapes_teach_the_same(train, small, rows):
@@ -84,20 +79,20 @@ def test_a_resumed_run_has_the_same_microbatches(
     monkeypatch.setattr(FurtherPrograms, "wait_for", wait_for)
 
     def train(name: str, *, resume=False, stop: int | None = None) -> Outcome:
-        config = RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / name),
-            jobs=tuple(small),
+        config = run_of(
+            model,
+            tmp_path / name,
+            tuple(small),
             **{"microbatch_tokens": 512, "block_tokens": 16, "slot_dropout": True},
             **{"slot_rank": 8, "slot_targets": LINEARS, "window_steps": 1},
             max_concurrent_jobs=3,
             **SHAPES,
         )
         trainer = Trainer(config, model)
-        callbacks = at_windows(None) if stop is None else [InterruptAt(stop)]
+        callbacks = [] if stop is None else [InterruptAt(stop)]
         result = trainer.train(resume=resume, callbacks=callbacks)
         needed.set()
-        return Outcome(trainer, result, model)
+        return Outcome(trainer, result)
 
     whole = train("whole")
     num = len(rows)
@@ -108,17 +103,3 @@ def test_a_resumed_run_has_the_same_microbatches(
     assert resumed.bytes == whole.bytes and resumed.losses == whole.losses
     again = rows[num + num_before :]
     assert again == rows[num - len(again) : num]
-
-
-@pytest.mark.needs_devices(8)
-@pytest.mark.grid  # `test_meshes.py` has two shapes on stage=2
-@pytest.mark.parametrize("mesh", ["stage=2", "data=2", "fsdp=2"])
-def test_shapes_on_a_mesh(meshes, mesh_jobs, rows, mesh):
-    """All lanes of a tick have the same shape."""
-    one = meshes.once("fsdp=1", mesh_jobs)
-    rows.clear()
-    settings = {"microbatch_shapes": [96], "shape_compile_seconds": 0.2}
-    some = meshes.train(mesh, mesh_jobs, **settings)
-    assert_same_on_meshes(one, some)
-    num_lanes = some.trainer.layout.num_lanes
-    assert {96 * num_lanes, 128 * num_lanes} == set(rows)

@@ -10,8 +10,7 @@ from jaxlora import Callback, RunConfig, Trainer
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.execute.layout import Layout
 from scripts.bench.mesh.fixed_ticks import FixedTicks, pack_whole
-from tests.jaxlora.train.at_window import AtWindow
-from tests.jaxlora.train.planned_run import plan_and_jobs
+from tests.jaxlora.train.runs import AtWindow, plan_and_jobs, run_of
 
 
 class Watched:
@@ -36,10 +35,10 @@ def watched(model, jobs, tmp_path, monkeypatch):
     an optimizer step is; r, the host waits for values; w, a window ends; e, a job does.
     """
     quiet = {"eval_fraction": 0.0, "eval_every": None, "steps": 8, "warmup_steps": 0}
-    config = RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=[job.model_copy(update=quiet) for job in jobs[:3]],
+    config = run_of(
+        model,
+        tmp_path / "run",
+        [job.replace(**quiet) for job in jobs[:3]],
         microbatch_tokens=256,
         block_tokens=16,
         window_steps=2,
@@ -103,7 +102,7 @@ def by_hand(model, jobs):
     end.
     """
     # All learn from the start.
-    some = [job.model_copy(update={"warmup_steps": 0}) for job in jobs[:3]]
+    some = [job.replace(warmup_steps=0) for job in jobs[:3]]
     config = RunConfig(
         model=str(model.folder), jobs=some, microbatch_tokens=256, block_tokens=16
     )

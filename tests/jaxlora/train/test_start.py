@@ -9,13 +9,11 @@ import pytest
 
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
-from jaxlora.plan.memory import device_memory as device_module
-from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.mesh.candidates import Search
 from jaxlora.train import open_run
 from jaxlora.train.report.summary import JobResult
-from tests.jaxlora.train.at_window import AtWindow
 from tests.jaxlora.train.counted_run import interrupt
+from tests.jaxlora.train.runs import AtWindow, run_of
 
 _SECONDS = 60.0  # a wait that is longer has failed
 
@@ -29,10 +27,10 @@ def memory_of_runs():
 def config(model, jobs, tmp_path):
     def make(**settings) -> RunConfig:
         small = {"max_length": 64, "target_modules": ("down_proj",)}
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / "run"),
-            jobs=[job.model_copy(update=small) for job in jobs[:2]],
+        return run_of(
+            model,
+            tmp_path / "run",
+            [job.replace(**small) for job in jobs[:2]],
             **{"block_tokens": 16, "dtype": "float32", "implementation": "xla"}
             | settings,
         )
@@ -40,13 +38,8 @@ def config(model, jobs, tmp_path):
     return make
 
 
-def have(monkeypatch, num_bytes: int) -> None:
-    found = DeviceMemory(num_bytes=num_bytes, source="a pretended device")
-    monkeypatch.setattr(device_module, "device_memory", lambda *_: found)
-
-
-def test_the_base_is_loaded_beside_the_estimates(config, monkeypatch):
-    have(monkeypatch, 2**40)
+def test_the_base_is_loaded_beside_the_estimates(config, monkeypatch, have):
+    have(2**40)
     begun: concurrent.futures.Future[None] = concurrent.futures.Future()
     load, estimate = open_run.load_model, Search.best
 
@@ -68,8 +61,10 @@ def test_the_base_is_loaded_beside_the_estimates(config, monkeypatch):
     ("settings", "refused"),
     [({}, "this run needs"), ({"microbatch_tokens": 16}, "sample of .* tokens")],
 )
-def test_a_run_that_is_refused_loads_nothing(config, monkeypatch, settings, refused):
-    have(monkeypatch, 2**10 if not settings else 2**40)
+def test_a_run_that_is_refused_loads_nothing(
+    config, monkeypatch, have, settings, refused
+):
+    have(2**10 if not settings else 2**40)
     loads = []
     monkeypatch.setattr(open_run, "load_model", lambda *_, **__: loads.append(1))
     with pytest.raises(ConfigError, match=refused):

@@ -21,8 +21,6 @@ IMPORTED_BY = {
     "matplotlib": (
         "jaxlora.train.report.plot",
         "jaxlora.scheduler.picture",
-        "jaxlora.scheduler.sweep.report",
-        "jaxlora.scheduler.replicas.report",
     ),
     "networkx": ("jaxlora.fuse.place",),
     "orbax": ("jaxlora.train.saved.checkpoint",),

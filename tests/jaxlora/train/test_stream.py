@@ -4,29 +4,17 @@ import threading
 
 import pytest
 
-from jaxlora import RunConfig, Trainer
-from jaxlora.run.log import read_events
 from jaxlora.scheduler.stream import stream
 from jaxlora.scheduler.stream.plan_ahead import PlanAhead
 from jaxlora.train.execute.executor import Executor
-from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from tests.jaxlora.train.at_window import AtWindow
-from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
 from tests.jaxlora.train.test_contracts import assert_same_training
-
-
-def window_events(outcome) -> list[dict]:
-    events = read_events(folder_of(outcome) / "metrics.jsonl")
-    return [e for e in events if e["event"] == "window"]
 
 
 def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
     """Its remaining samples do not run; the rows of other jobs do not move."""
 
     def with_rate(rate):
-        wild = jobs[1].model_copy(
-            update={"name": "wild", "learning_rate": rate, "warmup_steps": 0}
-        )
+        wild = jobs[1].replace(name="wild", learning_rate=rate, warmup_steps=0)
         return train([jobs[2], wild])
 
     calm, failed = with_rate(1e-3), with_rate(1e30)
@@ -41,9 +29,7 @@ def test_a_job_that_fails_in_a_window_moves_no_bit_of_another(train, jobs):
 
 def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs, monkeypatch):
     """The microbatch that the device had when it failed goes with it."""
-    wild = jobs[1].model_copy(
-        update={"name": "wild", "learning_rate": 1e30, "warmup_steps": 0}
-    )
+    wild = jobs[1].replace(name="wild", learning_rate=1e30, warmup_steps=0)
     num_left = []
 
     def release(self, slot):
@@ -66,25 +52,20 @@ def test_a_job_that_fails_leaves_nothing_in_its_slot(train, jobs, monkeypatch):
 
 def test_early_stopping(train, jobs):
     """At the same step, with the same losses, however often it is reported."""
-    job = jobs[0].model_copy(
-        update={
-            "steps": 20,
-            "eval_every": 1,
-            "early_stopping": 2,
-            "early_stopping_delta": 100.0,  # nothing is gain enough
-        }
+    job = jobs[0].replace(
+        steps=20, eval_every=1, early_stopping=2, early_stopping_delta=100.0
     )
     one, four = train([job, jobs[2]], window_steps=1), train([job, jobs[2]])
     assert four.progress["job0"].status == "stopped early"
     assert four.progress["job0"].step == one.progress["job0"].step == 2
     assert four.bytes == one.bytes and four.losses == one.losses
-    assert len(window_events(one)) > len(window_events(four))
+    assert len(one.of("window")) > len(four.of("window"))
 
 
 def test_a_round_ends_when_all_jobs_have_stepped(train, jobs):
     """Events come in the order of their rounds; jobs take as many steps as fit."""
     outcome = train(jobs[:3], window_steps=2)
-    events = read_events(folder_of(outcome) / "metrics.jsonl")
+    events = outcome.events
     rounds = [e["round"] for e in events]
     assert rounds == sorted(rounds)
     steps, ends = {}, {}
@@ -97,44 +78,9 @@ def test_a_round_ends_when_all_jobs_have_stepped(train, jobs):
     for number in range(1, last + 1):
         running = {name for name, end in ends.items() if end >= number}
         assert steps[number] == running, number
-    windows = window_events(outcome)
+    windows = outcome.of("window")
     assert [e["round"] for e in windows] == [*range(2, last, 2), last]
     assert sum(e["num_rounds"] for e in windows) == last
-
-
-def test_a_stop_waits_for_the_batch(train, jobs, monkeypatch):
-    """A request that comes at any time, as from another thread."""
-    trainers, note = [], JobLifecycle.note
-
-    def note_and_stop(self, run, outcome):
-        note(self, run, outcome)
-        self._run.live.stop("job1", "no longer needed")
-
-    monkeypatch.setattr(JobLifecycle, "note", note_and_stop)
-    outcome = train(jobs[:2], on_window=trainers.append)
-    assert outcome.progress["job1"].status == "stopped"
-    assert 1 <= outcome.progress["job1"].step <= 2
-    assert "job1" in outcome.bytes
-    assert outcome.progress["job0"].status == "finished"
-
-
-def test_a_stop_after_a_checkpoint_is_kept(model, jobs, tmp_path):
-    """No window follows, yet the checkpoint and the log know of it."""
-    config = RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path / "run"),
-        jobs=jobs[1:2],
-        **TWO_SLOTS,
-        window_steps=2,
-        checkpoint_every=1,
-    )
-    stop = AtWindow(lambda trainer: trainer.stop_job("job1"))
-    Trainer(config, model).train(callbacks=[stop])
-    (job,) = Trainer(config, model).train(resume=True).jobs
-    assert job.progress.status == "stopped" and job.progress.step == 2
-    events = read_events(tmp_path / "run" / "metrics.jsonl")
-    assert [e["event"] for e in events].count("job_end") == 1
-    assert [e["step"] for e in events if e["event"] == "eval"] == [0, 2]
 
 
 # ---- plans made ahead ----------------------------------------------------------------
@@ -143,9 +89,7 @@ def test_a_stop_after_a_checkpoint_is_kept(model, jobs, tmp_path):
 @pytest.fixture
 def busy(jobs):
     """Five jobs through two slots; one ends early, which no plan expects."""
-    wild = jobs[1].model_copy(
-        update={"name": "wild", "learning_rate": 1e30, "warmup_steps": 0, "steps": 50}
-    )
+    wild = jobs[1].replace(name="wild", learning_rate=1e30, warmup_steps=0, steps=50)
     return [jobs[0], wild, *jobs[2:5]]
 
 
@@ -188,7 +132,7 @@ def test_when_plans_are_made_changes_nothing(train, busy, monkeypatch):
     # So short stretches that there are several between two jobs that come or go.
     monkeypatch.setattr(stream, "_FULL_TICKS", 1)
     usual = train(busy, **settings)
-    ahead = [e["planned_ahead"] for e in window_events(usual)]
+    ahead = [e["planned_ahead"] for e in usual.of("window")]
     assert not ahead[0]  # nothing was known before
     assert ahead.count(True) > 4
     for plan_otherwise in (plan_never_ahead, plan_only_when_asked):
@@ -206,7 +150,7 @@ def test_when_plans_are_made_changes_nothing(train, busy, monkeypatch):
 def test_higher_priorities_start_first(train, jobs):
     order = []
     ranked = [
-        job.model_copy(update={"priority": p, "steps": 1})
+        job.replace(priority=p, steps=1)
         for job, p in zip(jobs[:4], (0, 5, -1, 5), strict=True)
     ]
 

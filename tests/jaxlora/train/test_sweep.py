@@ -12,9 +12,13 @@ from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.run.live.mailbox import ControlRequest, Mailbox
 from jaxlora.run.log import read_events
 from jaxlora.train import inbox
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import Outcome, outcome
-from tests.jaxlora.train.swept import write_job
+from tests.jaxlora.train.runs import (
+    InterruptAt,
+    Outcome,
+    events_of,
+    outcome,
+    write_swept_job,
+)
 
 RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4
 
@@ -22,7 +26,7 @@ RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> LoraJob:
     """Eight steps of one whole microbatch each, so that jobs never share one."""
-    return write_job(tmp_path_factory.mktemp("data"))
+    return write_swept_job(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +117,7 @@ def test_the_report_ranks_the_configurations(whole):
 
 
 def eval_at(config: RunConfig, name: str, step: int) -> float | None:
-    events = read_events(pathlib.Path(config.output_dir) / "metrics.jsonl")
+    events = events_of(config.output_dir)
     found = [e["eval_loss"] for e in events if of(e, name) and e["step"] == step]
     return found[0] if found else None
 

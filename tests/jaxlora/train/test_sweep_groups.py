@@ -22,7 +22,7 @@ from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.group_control import GroupControl
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
 from jaxlora.sweeps.engine.launch import divide
-from tests.jaxlora.train.swept import write_job
+from tests.jaxlora.train.runs import run_of, write_swept_job
 from tests.jaxlora.train.thread_workers import ThreadWorkers, use_threads
 
 RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
@@ -31,7 +31,7 @@ RATES = 3e-2, 1e-2, 3e-3, 1e-3, 3e-4
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> LoraJob:
     """Eight steps of one whole microbatch each, so that jobs never share one."""
-    return write_job(tmp_path_factory.mktemp("data"))
+    return write_swept_job(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def make(model, job, tmp_path):
     def config(**settings) -> RunConfig:
         swept = {"parameters": {"learning_rate": list(RATES)}, "groups": 2}
         sweep = Sweep(**swept | settings)
-        return RunConfig(
-            model=str(model.folder),
-            dtype="float32",  # as the model that trains a configuration alone
-            output_dir=str(tmp_path / "run"),
-            jobs=[job],
+        return run_of(
+            model,
+            tmp_path / "run",
+            [job],
+            dtype="float32",
             sweep=sweep,
             max_concurrent_jobs=None if sweep.groups == "auto" else 2,
             microbatch_tokens=128,

@@ -1,6 +1,5 @@
 """A sweep that is ranked by a metric of generated answers."""
 
-import json
 import pathlib
 
 import jax
@@ -12,11 +11,10 @@ from jaxlora import Generator, LoraJob, Prompt, RunConfig, Sweep, Trainer
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.data.tokenizer import load_tokenizer
-from jaxlora.run.log import read_events
 from jaxlora.sweeps.engine.run import run_groups
 from jaxlora.train.execute.texts import AnswerMeter, SlotDecoder
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import outcome
+from tests import tiny
+from tests.jaxlora.train.runs import InterruptAt, events_of, outcome, run_of
 from tests.jaxlora.train.test_contracts import ROUNDING
 from tests.jaxlora.train.thread_workers import use_threads
 from tests.oracle import relative_error
@@ -35,16 +33,15 @@ def share_of_places(answers: list[str], references: list[str]) -> float:
 def make(model, tmp_path_factory):
     """Returns a function that makes a sweep over rates; jobs never share a batch."""
     folder = tmp_path_factory.mktemp("metric")
-    data = folder / "data.jsonl"
     records = [{"prompt": "q" * 6, "completion": "abab" * 2} for _ in range(31)]
     records += [{"prompt": "q" * (3 + i), "completion": "abab"} for i in range(9)]
-    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = tiny.write_jsonl(folder / "data.jsonl", records)
     number = iter(range(100))
 
     def run(rates=RATES, **settings) -> RunConfig:
         job = LoraJob(
             name="c",
-            data={"path": str(data)},
+            data={"path": data},
             eval_fraction=0.2,
             rank=4,
             target_modules=["q_proj", "v_proj", "down_proj"],
@@ -61,10 +58,10 @@ def make(model, tmp_path_factory):
             early_exit=ExitRule(type="halving", first=0.5),
             merge_best=True,
         )
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(folder / f"run{next(number)}"),
-            jobs=[job],
+        return run_of(
+            model,
+            folder / f"run{next(number)}",
+            [job],
             sweep=sweep,
             max_concurrent_jobs=2,
             microbatch_tokens=128,
@@ -79,7 +76,7 @@ def make(model, tmp_path_factory):
 
 def measured(config: RunConfig) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
-    for event in read_events(pathlib.Path(config.output_dir) / "metrics.jsonl"):
+    for event in events_of(config.output_dir):
         if event["event"] == "eval":
             point = event["step"], event["metric"]
             found.setdefault(event["job"], []).append(point)

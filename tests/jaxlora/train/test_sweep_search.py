@@ -7,13 +7,18 @@ import shutil
 
 import pytest
 
-from jaxlora import LoraJob, RunConfig, Sweep, Trainer
-from jaxlora.run.log import read_events
+from jaxlora import RunConfig, Sweep, Trainer
 from jaxlora.sweeps import suggesting
 from jaxlora.train.execute.job_lifecycle import JobLifecycle
-from tests.jaxlora.train.at_window import InterruptAt
-from tests.jaxlora.train.outcome import Outcome, outcome
-from tests.jaxlora.train.test_preemption import Killed
+from tests.jaxlora.train.runs import (
+    InterruptAt,
+    Killed,
+    Outcome,
+    events_of,
+    outcome,
+    run_of,
+    write_swept_job,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +38,10 @@ def scripted(monkeypatch):
 @pytest.fixture
 def make(model, tmp_path):
     """Returns a function that makes a search; jobs never share a microbatch."""
-    data, number = tmp_path / "records.jsonl", iter(range(100))
-    texts = ["".join(random.Random(i).choices("ab ", k=15)) for i in range(32)]
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    number, job = iter(range(100)), write_swept_job(tmp_path).replace(steps=4)
     space = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-1}
 
     def run() -> RunConfig:
-        job = LoraJob(
-            name="c",
-            data={"path": str(data)},
-            eval_fraction=0.25,
-            rank=4,
-            target_modules=["q_proj"],
-            batch_size=8,
-            steps=4,
-            lr_schedule="constant",
-            dropout=0.1,
-            max_length=48,
-        )
         sweep = Sweep(
             method="optuna",
             count=5,
@@ -58,10 +49,10 @@ def make(model, tmp_path):
             parameters={"learning_rate": space},
             early_exit={"type": "asha", "first": 0.5},
         )
-        return RunConfig(
-            model=str(model.folder),
-            output_dir=str(tmp_path / f"run{next(number)}"),
-            jobs=[job],
+        return run_of(
+            model,
+            tmp_path / f"run{next(number)}",
+            [job],
             sweep=sweep,
             max_concurrent_jobs=2,
             microbatch_tokens=128,
@@ -108,10 +99,10 @@ def test_a_search_that_stops_suggests_the_same(make, model, monkeypatch):
         assert {j.name: j.settings.learning_rate for j in other.trainer.jobs} == rates
         assert other.progress == whole.progress
         assert other.bytes == whole.bytes
-    events = read_events(pathlib.Path(killed.output_dir) / "metrics.jsonl")
+    events = events_of(killed.output_dir)
     assert {e["job"] for e in events if e["event"] == "eval"} == set(rates)
 
     # A trainer that trains again begins with the draws alone.
     shutil.rmtree(whole.trainer.output_dir)
-    again = Outcome(whole.trainer, whole.trainer.train(), model)
+    again = Outcome(whole.trainer, whole.trainer.train())
     assert again.progress == whole.progress and again.bytes == whole.bytes

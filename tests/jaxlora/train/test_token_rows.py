@@ -3,15 +3,11 @@
 import json
 
 import numpy as np
-import pydantic
 import pytest
 import safetensors.numpy
 
-import jaxlora
 from jaxlora import (
     LoraJob,
-    RunConfig,
-    Trainer,
     import_peft,
     merge_adapter,
 )
@@ -22,7 +18,7 @@ from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
 from jaxlora.models.structure import linear_shapes
 from jaxlora.train.execute.step import CompiledSteps
-from tests.jaxlora.train.outcome import assert_generates_alike
+from tests.jaxlora.train.runs import assert_generates_alike, run_of, trained_tensors
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -73,9 +69,7 @@ def _check_slots_forget(spec, outcome, model):
 
 def _check_uses(folder, model, tmp_path):
     """Generation, the merged model, and what GGUF cannot hold."""
-    merged = merge_adapter(model.folder, folder, tmp_path / "merged")
-    merged = jaxlora.load_model(merged, dtype="float32")
-    assert_generates_alike(model, folder, merged)
+    assert_generates_alike(model, folder, tmp_path / "merged")
     with pytest.raises(AdapterError, match="has trainable_token_indices, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     path = folder / "adapter_config.json"
@@ -97,68 +91,22 @@ def _check_uses(folder, model, tmp_path):
             merge_adapter(model.folder, folder, tmp_path / "other")
 
 
-@pytest.mark.needs_devices(2)
-def test_a_tied_head_needs_one_stage(two_layers, jobs, tmp_path):
-    config = RunConfig(
-        model=str(two_layers.folder),
-        output_dir=str(tmp_path),
-        jobs=[with_rows(jobs[0])],
-        mesh="stage=2",
-    )
-    with pytest.raises(ConfigError, match="Set a mesh of one stage, not stage=2"):
-        Trainer(config)
-
-
 @pytest.mark.grid
 @pytest.mark.needs_devices(4)
 def test_a_tied_head_on_replicas_and_shards(two_layers, jobs, tmp_path):
     found = {}
     for mesh in ("stage=1", "data=2,fsdp=2"):
-        config = RunConfig(
-            model=str(two_layers.folder),
-            output_dir=str(tmp_path / mesh),
-            jobs=[with_rows(jobs[0]), with_rows(jobs[1], TOKENS[5:])],
+        config = run_of(
+            two_layers,
+            tmp_path / mesh,
+            [with_rows(jobs[0]), with_rows(jobs[1], TOKENS[5:])],
             microbatch_tokens=256,
             block_tokens=16,
             dtype="float32",
             mesh=mesh,
         )
-        Trainer(config).train()
-        folders = (tmp_path / mesh / "adapters").rglob("*.safetensors")
-        found[mesh] = {p.parent.name: safetensors.numpy.load_file(p) for p in folders}
+        found[mesh] = trained_tensors(config)
     for name, tensors in found["stage=1"].items():
         assert ROWS_KEY in tensors
         for key, array in tensors.items():
             assert relative_error(found["data=2,fsdp=2"][name][key], array) < ROUNDING
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"trainable_token_indices": [1, 2, 1]}, "token 1 occurs twice"),
-        ({"trainable_token_indices": {"wte": [1]}}, "not of wte"),
-        ({"trainable_token_indices": [-1]}, "trainable_token_indices"),
-        ({"trainable_token_indices": [1], "use_vera": True}, "cannot be combined with"),
-    ],
-)
-def test_settings_that_do_not_fit(settings, match):
-    with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
-        LoraJob(name="a", data={"path": "x"}, **settings)
-
-
-def test_both_forms_of_peft_are_read():
-    given = {"name": "a", "data": {"path": "x"}}
-    for tokens in ([3, 1], {"embed_tokens": [3, 1]}):
-        job = LoraJob(**given, trainable_token_indices=tokens)
-        assert job.trainable_token_indices == (3, 1)
-
-
-def test_optimizers_of_whole_matrices_are_refused(train, jobs):
-    job = with_rows(jobs[0]).replace(optimizer="muon")
-    with pytest.raises(ConfigError, match="cannot be combined with muon"):
-        train([job])
-
-
-def test_tokens_beyond_the_vocabulary_are_refused(train, jobs):
-    with pytest.raises(ConfigError, match="has 288, and the base model has 288 tokens"):
-        train([with_rows(jobs[0], (288,))])

@@ -5,23 +5,17 @@ import json
 import logging
 import pathlib
 
-import orbax.checkpoint
 import pytest
-import safetensors.numpy
 
 from jaxlora import LoraJob, RunConfig, Trainer
-from jaxlora.adapters.files import peft_export
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.data.tokens.tokenize import DataReader
-from jaxlora.errors import CheckpointError, ConfigError
+from jaxlora.errors import ConfigError
 from jaxlora.models.config import LongRopeScaling
 from jaxlora.plan.job import chosen_modules
 from jaxlora.plan.job.prepared_job import prepare_job
-from jaxlora.run.log import read_events
-from jaxlora.train.job_state import JobState
 from tests import tiny
-from tests.jaxlora.train.conftest import TWO_SLOTS, folder_of
-from tests.jaxlora.train.outcome import Outcome
+from tests.jaxlora.train.runs import TWO_SLOTS, events_of, outcome
 
 
 @pytest.fixture
@@ -44,15 +38,14 @@ def config(model, jobs, tmp_path):
 
 @pytest.mark.usefixtures("pictures")
 def test_what_a_run_leaves(config, model):
-    trainer = Trainer(config(checkpoint_every=None), model)
-    outcome = Outcome(trainer, trainer.train(), model)
-    folder = folder_of(outcome)
+    found = outcome(config(checkpoint_every=None), model)
+    folder = found.folder
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary["jobs"]) == {"job0", "job1"}
     assert summary["jobs"]["job0"]["status"] == "finished"
     assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").iterdir())
-    events = read_events(folder / "metrics.jsonl")
+    events = events_of(folder)
     steps = [e for e in events if e["event"] == "step" and e["job"] == "job1"]
     assert [e["step"] for e in steps] == [1, 2, 3, 4]
     assert steps[0]["learning_rate"] == 0 < steps[1]["learning_rate"]  # warm-up
@@ -61,9 +54,9 @@ def test_what_a_run_leaves(config, model):
     assert all(0 < e["fill"] <= 1 and e["tokens_per_second"] > 0 for e in windows)
     evals = [e["step"] for e in events if e["event"] == "eval" and e["job"] == "job1"]
     assert evals == [0, 2, 4]
-    assert outcome.progress["job1"].last_eval < outcome.progress["job1"].first_eval
+    assert found.progress["job1"].last_eval < found.progress["job1"].first_eval
     card = (folder / "adapters" / "job1" / "README.md").read_text()
-    loss = outcome.progress["job1"].last_eval
+    loss = found.progress["job1"].last_eval
     assert f"| held-out loss | {loss:.4g} |" in card
     assert "| optimizer steps | 4 |" in card
     targets, tokens = (
@@ -76,16 +69,14 @@ def test_what_a_run_leaves(config, model):
 
 def test_early_stopping_keeps_the_best(train, jobs):
     """A rate that is far too high makes each evaluation worse than the first."""
-    job = jobs[0].model_copy(
-        update={
-            "learning_rate": 3.0,
-            "steps": 20,
-            "eval_every": 1,
-            "early_stopping": 2,
-            "keep_best": True,
-            "warmup_steps": 1,
-            "lr_schedule": "constant",
-        }
+    job = jobs[0].replace(
+        learning_rate=3.0,
+        steps=20,
+        eval_every=1,
+        early_stopping=2,
+        keep_best=True,
+        warmup_steps=1,
+        lr_schedule="constant",
     )
     outcome = train([job])
     progress = outcome.progress["job0"]
@@ -96,28 +87,10 @@ def test_early_stopping_keeps_the_best(train, jobs):
     assert progress.best_step == outcome.evals["job0"].index(best)
     assert progress.step == progress.best_step + 2
     # The weights that were kept are those of the best step: a run that ends there.
-    short = job.model_copy(update={"steps": progress.best_step or 1})
+    short = job.replace(steps=progress.best_step or 1)
     if progress.best_step:
-        short = short.model_copy(update={"keep_best": False, "early_stopping": None})
+        short = short.replace(keep_best=False, early_stopping=None)
         assert train([short]).bytes == outcome.bytes
-
-
-def test_jobs_wait_for_a_slot(train, jobs):
-    running = []
-
-    def on_window(trainer):
-        now = [r.name for r in trainer.jobs if r.progress.status == "running"]
-        running.append(now)
-        if len(running) == 1:
-            trainer.stop_job("job3", "not wanted any more")
-
-    slots = {"max_concurrent_jobs": 2, "window_steps": 1}
-    outcome = train(jobs[:4], **slots, on_window=on_window)
-    assert max(map(len, running)) <= 2
-    statuses = [p.status for p in outcome.progress.values()]
-    assert statuses == ["finished", "finished", "finished", "stopped"]
-    assert outcome.progress["job3"].reason == "not wanted any more"
-    assert "job3" not in outcome.adapters  # it never ran
 
 
 def test_says_what_it_compiles(train, jobs, caplog):
@@ -136,7 +109,7 @@ def test_says_what_it_compiles(train, jobs, caplog):
 def test_starts_from_an_adapter(train, jobs, model, monkeypatch):
     """Training in two halves: the second starts from the first one's folder."""
     first = train([jobs[0].replace(target_modules=("q_proj", "down_proj"))])
-    folder = folder_of(first) / "adapters" / "job0"
+    folder = first.folder / "adapters" / "job0"
     again = LoraJob(
         name="again", data=jobs[0].data, init_from=str(folder), steps=1, max_length=96
     )
@@ -149,7 +122,7 @@ def test_starts_from_an_adapter(train, jobs, model, monkeypatch):
                 read.append(folder) or import_peft(folder, *args, **settings)
             ),
         )
-        outcome = train([again.model_copy(update={"learning_rate": 0.0})])
+        outcome = train([again.replace(learning_rate=0.0)])
     assert read == [str(folder)]  # once, by the checks before any data are read
     assert outcome.bytes["again"] == first.bytes["job0"]
     for stated, message in (
@@ -169,94 +142,6 @@ def test_starts_from_an_adapter(train, jobs, model, monkeypatch):
             train([wrong])
     same = {"rank": 4, "lora_alpha": 4.0, "target_modules": ["down_proj", "q_proj"]}
     train([LoraJob(name="x", data=jobs[0].data, init_from=str(folder), **same)])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"slot_rank": 4}, "'job1' has rank 8, and the slots .* made for 4. Lower it"),
-        (
-            {"microbatch_tokens": 32},
-            "supports samples of at most 32. Raise microbatch",
-        ),
-    ],
-)
-def test_a_run_that_cannot_hold_its_jobs(config, model, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        Trainer(config(**changes), model)
-
-
-@pytest.mark.usefixtures("compiled_when_called")
-def test_a_job_that_cannot_join(config, model, jobs):
-    own = dict.fromkeys(("slot_rank", "slot_targets", "slot_dropout"))  # as jobs need
-    trainer = Trainer(config(jobs[0], **own), model)
-    with pytest.raises(ConfigError, match="a job named 'job0' is in this run already"):
-        trainer.add_job(jobs[0])
-    with pytest.raises(ConfigError, match=r"rank 8, and the slots .* made for 4"):
-        trainer.add_job(jobs[1])
-    other = jobs[2].model_copy(update={"target_modules": ("down_proj",)})
-    with pytest.raises(ConfigError, match=r"down_proj, which has no slots in this run"):
-        trainer.add_job(other)
-    plain = Trainer(config(jobs[1], output_dir="unused", **own), model)
-    with pytest.raises(
-        ConfigError, match=r"dropout 0\.1, and the slots .* made without that"
-    ):
-        plain.add_job(jobs[0])
-    with pytest.raises(ConfigError, match="there is no job 'x'; there are: job0"):
-        trainer.stop_job("x")
-    assert isinstance(trainer.jobs[0], JobState) and len(trainer.jobs) == 1
-
-
-def test_an_export_that_fails_leaves_the_one_before(train, jobs, monkeypatch, tmp_path):
-    """A disk that fills up while the second best evaluation is exported."""
-    job = jobs[0].model_copy(update={"keep_best": True, "eval_every": 1, "steps": 3})
-    good = []
-    save = safetensors.numpy.save_file
-
-    def full(tensors, path, metadata):
-        if good:
-            pathlib.Path(path).write_bytes(b"half")
-            raise OSError(28, "No space left on device", str(path))
-        good.append(path)
-        save(tensors, path, metadata)
-
-    monkeypatch.setattr(peft_export.safetensors.numpy, "save_file", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        train([job])
-    (adapters,) = tmp_path.glob("run*/adapters")
-    assert [path.name for path in adapters.iterdir()] == ["job0"]
-    kept = adapters / "job0" / "adapter_model.safetensors"
-    assert len(safetensors.numpy.load_file(kept)) == 2  # A and B of a linear
-
-
-def test_a_checkpoint_that_fails_leaves_the_one_before(
-    config, model, tmp_path, monkeypatch
-):
-    """The disk is full from round 3 on; later there is room again."""
-    whole = config(checkpoint_every=1)
-    Trainer(whole, model).train()
-    save = orbax.checkpoint.CheckpointManager.save
-
-    def full(self, step, *args, **kwargs):
-        if step >= 3:
-            raise OSError(28, "No space left on device")
-        return save(self, step, *args, **kwargs)
-
-    broken = config(checkpoint_every=1, output_dir=str(tmp_path / "broken"))
-    with monkeypatch.context() as patched:
-        patched.setattr(orbax.checkpoint.CheckpointManager, "save", full)
-        with pytest.raises(CheckpointError, match=r"could not be written .* No space"):
-            Trainer(broken, model).train()
-    Trainer(broken, model).train(resume=True)
-    assert adapters_of(broken) == adapters_of(whole)
-
-
-def adapters_of(config: RunConfig) -> dict[str, bytes]:
-    folder = pathlib.Path(config.output_dir) / "adapters"
-    return {
-        path.parent.name: path.read_bytes()
-        for path in folder.glob("*/adapter_model.safetensors")
-    }
 
 
 def test_samples_beyond_the_models_positions_are_counted(model, jobs):
@@ -287,21 +172,13 @@ def test_samples_beyond_the_models_positions_are_counted(model, jobs):
         prepare_job(jobs[0], dataclasses.replace(short, rope=rope), reader)
 
 
-def test_empty_data_is_an_error(config, model, tmp_path, jobs):
-    (tmp_path / "none.jsonl").write_text("")
-    data = jobs[0].data.model_copy(update={"path": f"{tmp_path}/none.jsonl"})
-    job = jobs[0].model_copy(update={"data": data})
-    with pytest.raises(ValueError, match=r"none\.jsonl"):
-        Trainer(config(job), model)
-
-
 def test_problems_of_several_jobs_data_come_together(config, model, tmp_path, jobs):
     (tmp_path / "none.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": \n')
 
     def reading(number: int, name: str):
-        data = jobs[number].data.model_copy(update={"path": f"{tmp_path}/{name}"})
-        return jobs[number].model_copy(update={"data": data})
+        data = jobs[number].data.replace(path=f"{tmp_path}/{name}")
+        return jobs[number].replace(data=data)
 
     run = config(reading(0, "none.jsonl"), jobs[1], reading(2, "broken.jsonl"))
     with pytest.raises(ConfigError) as found:

@@ -4,23 +4,19 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import pydantic
 import pytest
 
 from jaxlora import LoraJob
 from jaxlora.adapters.optimizers.adafactor import adafactor
 from jaxlora.errors import ConfigError
-from jaxlora.models.options import DecoderOptions
-from jaxlora.models.registry import model_config
 from jaxlora.models.slot_settings import shared_settings
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.variants.lora import LORA_A
 from jaxlora.modules.variants.vera import VERA_B, VERA_D
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.estimate import scratch_bytes
-from jaxlora.plan.memory.footprint import StageUse, num_bytes, stage_resident
-from tests import tiny
+from jaxlora.plan.memory.footprint import num_bytes, stage_resident
+from tests.jaxlora.train.runs import ONE_STAGE, tiny_spec
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 
@@ -64,33 +60,10 @@ def test_adafactor_clips_by_the_mean_over_the_own_rank():
     np.testing.assert_array_equal(*updates)
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"use_dora": True}, "use_dora=True cannot be combined with use_vera"),
-        ({"lora_alpha": 16}, "Leave lora_alpha out of this job"),
-        ({"rank_pattern": {"q_proj": 2}}, "VeRA has one rank"),
-        ({"init_lora_weights": "pissa"}, "nothing but its vectors to train"),
-        ({"use_vera": False, "projection_prng_key": 1}, "set use_vera: true"),
-        ({"projection_prng_key": 2**32}, "projection_prng_key"),
-        ({"d_initial": 0}, "d_initial"),
-    ],
-)
-def test_settings_that_do_not_fit(settings, match):
-    given = {"name": "a", "data": {"path": "x"}, "use_vera": True}
-    with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
-        LoraJob(**given | settings)
-
-
 def test_memory_counts_the_matrices_once():
-    spec = DecoderSpec(
-        config=model_config(tiny.CONFIG),
-        options=DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=16),
-        slots=SlotShape(num_slots=2, rank=4, settings=("use_vera",), has_lora=False),
-        adapted=("layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj"),
-    )
-    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
-    found = stage_resident(spec, use)
+    adapted = ["layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj"]
+    spec = tiny_spec(adapted, settings=("use_vera",), has_lora=False)
+    found = stage_resident(spec, ONE_STAGE)
     sizes = [spec.linear(path) for path in spec.adapted]
     trained = 4 * 2 * sum(4 + linear.out_features for linear in sizes)
     k = max(linear.in_features for linear in sizes)

@@ -4,28 +4,26 @@ import dataclasses
 import json
 import logging
 
-import jax.numpy as jnp
 import numpy as np
-import pydantic
 import pytest
 import safetensors.numpy
 
-import jaxlora
-from jaxlora import LoraJob, RunConfig, Trainer, import_peft, merge_adapter
+from jaxlora import LoraJob, import_peft, merge_adapter
 from jaxlora.adapters.files.gguf_export import export_gguf
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.models.registry import model_config
 from jaxlora.models.slot_modules import SLOT_MODULES
-from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
 from jaxlora.plan.memory.estimate import step_bytes
-from jaxlora.plan.memory.footprint import StageUse, fixed_bytes, stage_resident
+from jaxlora.plan.memory.footprint import fixed_bytes, stage_resident
 from jaxlora.train.execute.step import CompiledSteps
-from tests import tiny
-from tests.jaxlora.train.outcome import assert_generates_alike
+from tests.jaxlora.train.runs import (
+    ONE_STAGE,
+    assert_generates_alike,
+    tiny_spec,
+)
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.oracle import relative_error
 
@@ -90,10 +88,8 @@ def _check_slots_forget(spec, folder, model):
 
 def _check_uses(folder, model, tmp_path):
     """Generation, the merged model, more training, and what GGUF cannot hold."""
-    merged = merge_adapter(model.folder, folder, tmp_path / "merged")
-    assert not json.loads((merged / "config.json").read_text())["tie_word_embeddings"]
-    merged = jaxlora.load_model(merged, dtype="float32")
-    assert_generates_alike(model, folder, merged)
+    merged = assert_generates_alike(model, folder, tmp_path / "merged")
+    assert not merged.config.tie_embeddings
     with pytest.raises(AdapterError, match="has use_dora, and llama"):
         export_gguf(folder, tmp_path / "a.gguf", base=str(model.folder))
     job = LoraJob(name="more", data={"path": "x"}, init_from=str(folder), use_dora=True)
@@ -140,85 +136,16 @@ def _without_dora(adapter):
     }
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"modules_to_save": ["norm"]}, "are trained as whole copies, not norm"),
-        (
-            {
-                "modules_to_save": ["lm_head"],
-                "trainable_token_indices": {"lm_head": [1]},
-            },
-            "trains all rows of lm_head, and trainable_token_indices some of them",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit(settings, match):
-    with pytest.raises((ConfigError, pydantic.ValidationError), match=match):
-        LoraJob(name="a", data={"path": "x"}, **settings)
-
-
-def test_forms_of_the_setting():
-    for given in (["lm_head", "model.embed_tokens"], "embed_tokens, lm_head", BOTH):
-        job = LoraJob(name="a", data={"path": "x"}, modules_to_save=given)
-        assert job.modules_to_save == BOTH
-        assert LoraJob(**job.model_dump(mode="json")) == job
-    for given in (None, [], ()):
-        job = LoraJob(name="a", data={"path": "x"}, lora_modules_to_save=given)
-        assert job.modules_to_save == ()
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"optimizer": "muon"}, "modules_to_save cannot be combined with muon"),
-        (
-            {"trainable_token_indices": [5], "modules_to_save": ["lm_head"]},
-            "modules_to_save copies lm_head alone. Keep one of the two",
-        ),
-        ({"objective": "reward"}, "lm_head, which objective reward does not use"),
-    ],
-)
-def test_jobs_that_do_not_fit(train, jobs, settings, match):
-    with pytest.raises(ConfigError, match=match):
-        train([jobs[0].replace(**{"modules_to_save": BOTH} | settings)])
-
-
-@pytest.mark.needs_devices(2)
-def test_the_tensor_axis_is_refused(jobs, model, tmp_path):
-    config = RunConfig(
-        model=str(model.folder),
-        output_dir=str(tmp_path),
-        jobs=[jobs[0].replace(modules_to_save=["lm_head"])],
-        mesh="tensor=2",
-    )
-    with pytest.raises(ConfigError, match="has modules_to_save, which meshes with the"):
-        Trainer(config)
-
-
-def test_a_job_that_joins_needs_tables(train, jobs):
-    done = train([jobs[3].replace(steps=1)])
-    with pytest.raises(ConfigError, match="modules_to_save lm_head, and the slots"):
-        done.trainer.add_job(jobs[1].replace(modules_to_save=["lm_head"]))
-
-
 def test_memory_counts_the_copies():
     """Weights, gradients and state of all slots, and gradients of a microbatch."""
-    spec = DecoderSpec(
-        config=model_config(tiny.CONFIG),
-        options=jaxlora.DecoderOptions(
-            dtype=jnp.dtype(jnp.float32), max_segment_tokens=16
-        ),
-        slots=jaxlora.SlotShape(num_slots=3, rank=4),
-        adapted=("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
-    )
-    slots = dataclasses.replace(spec.slots, outside=WHOLE)
-    whole = dataclasses.replace(spec, slots=slots)
-    use = StageUse(num_shards=1, num_parts=1, num_kept=1, num_waiting=0)
+    adapted = ["layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"]
+    spec = tiny_spec(adapted, num_slots=3)
+    whole = tiny_spec(adapted, num_slots=3, outside=WHOLE)
     one = 288 * 32 * 4
-    found, plain = stage_resident(whole, use), stage_resident(spec, use)
+    found, plain = (stage_resident(s, ONE_STAGE) for s in (whole, spec))
     assert found.adapter_bytes - plain.adapter_bytes == 4 * 2 * 3 * one
-    assert fixed_bytes(whole, use) - fixed_bytes(spec, use) >= 2 * 3 * one
+    fixed, without = (fixed_bytes(s, ONE_STAGE) for s in (whole, spec))
+    assert fixed - without >= 2 * 3 * one
     first, last = whole.stage(0, 1), whole.stage(1, 2)
     assert list(first.settings_shapes())[3:] == ["whole_embedding.is_trained"]
     assert list(last.settings_shapes())[3:] == ["whole_head.is_trained"]

@@ -90,6 +90,14 @@ def test_kinds_that_another_one_replaces_are_left_out():
     assert useful_kinds([*worse, best, tall], steps) == (best, tall)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_kind_that_holds_no_sample_is_left_out():
+    tiny, large = kind(longest=5), kind(tensor=4, longest=300)
+    steps = [np.array([10, 95, 300])]
+    assert useful_kinds([tiny, large], steps) == (large,)
+    assert plan_deployment([tiny, large], 8, steps).deployment.counts == (2,)
+
+
 def test_a_replica_is_left_out_of_a_step_that_is_shorter_than_its_base():
     """Its base is paid where it pays, not in every step."""
     cheap = kind(longest=300)

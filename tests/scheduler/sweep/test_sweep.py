@@ -24,6 +24,7 @@ from jaxlora.scheduler.sweep.report import (
 )
 from jaxlora.scheduler.sweep.rounds import Kinds, play
 from jaxlora.scheduler.tables import format_seconds
+from scripts.bench.scheduler import sweeps
 from tests.scheduler.strategies import seeds
 from tests.scheduler.sweep.checker import (
     faults,
@@ -142,6 +143,21 @@ def test_120_configurations_on_8_gpus_are_near_the_bound():
     sweep, costs = paper_like(14, 120, 8)
     planned = plan_sweep(sweep, costs)
     assert not faults(planned.plan, costs) and planned.gap <= 1.03
+
+
+@pytest.mark.parametrize(
+    "batches, count, found",
+    [
+        # The shortest of minutes of annealing over all layouts.
+        ((1, 2, 4), 120, 27566),
+        ((1, 2, 4, 8), 24, None),
+    ],
+)
+def test_a_long_search_finds_little_more(batches, count, found):
+    """Groups of different sizes, and queues in no order by length, are what is best."""
+    sweep = sweeps.paper_sweep(batches, count)
+    planned = plan_sweep(sweep, sweeps.costs(sweeps.MODELS["Qwen2.5-7B"], 16))
+    assert planned.plan.makespan <= 1.03 * (found or planned.bound.fixed_groups)
 
 
 def test_neither_a_second_call_nor_the_order_changes_a_plan():

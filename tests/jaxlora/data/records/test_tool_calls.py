@@ -72,14 +72,8 @@ def test_parameters_of_tools_may_be_text(run, make_tokenizer):
             {"tool_calls": [{"name": "f", "arguments": "[1]"}]},
             r"are '\[1\]', not an object\. Write an object, such as",
         ),
-        (
-            {"tool_calls": [{"name": "f", "arguments": [1]}]},
-            r"are \[1\], not an object",
-        ),
         ({"tool_calls": [{"type": "function"}]}, r"tool_calls\[0\] is .*, not the cal"),
-        ({"tool_calls": ["f()"]}, r"tool_calls\[0\] is 'f\(\)', not the call of a"),
         ({"tool_calls": "f()"}, r"tool_calls is 'f\(\)', not a list of calls"),
-        ({"tool_calls": {"name": "f"}}, r"tool_calls is .*, not a list of calls"),
         ({"tool_calls": "[]"}, "is an empty answer"),
         (
             {"content": "x", "function_call": {"name": "f", "arguments": "{}"}},

@@ -37,7 +37,6 @@ def test_contradictory_options(run, record, options, match):
     ("good", "bad", "match"),
     [
         (PAIR, {"prompt": "x"}, r"field 'completion' is missing \(fields found: promp"),
-        (PAIR, {"prompt": 3, "completion": "x"}, "field 'prompt' is 3, of type int, n"),
         (PAIR, {"prompt": None, "completion": "x"}, "field 'prompt' is None, of type"),
         (PAIR, {"prompt": "x", "completion": ""}, "completion 'completion' is empty"),
         (PAIR, {"prompt": "\ud800", "completion": "x"}, "half of a surrogate pair at"),
@@ -54,7 +53,6 @@ def test_contradictory_options(run, record, options, match):
         ),
         (PAIR, {"prompt": "x", "completion": [None]}, r"Store it as text\. "),
         (ALPACA, ALPACA | {"instruction": None}, "field 'instruction' is None, of ty"),
-        (ALPACA, ALPACA | {"input": 3}, "field 'input' is 3, of type int"),
         (ALPACA, ALPACA | {"output": ""}, "completion 'output' is empty"),
         (MESSAGES, {"prompt": "", "completion": ""}, "'prompt' is '', not a list of m"),
         (MESSAGES, MESSAGES | {"completion": TALK[:1]}, "no message .*'assistant'"),
@@ -65,9 +63,7 @@ def test_contradictory_options(run, record, options, match):
         ),
         (talk(*TALK), {"x": 1}, "field 'messages' is missing"),
         (talk(*TALK), {"messages": "x"}, "is 'x', not a list of messages"),
-        (talk(*TALK), {"messages": []}, r"is \[\], not a list of messages"),
         (talk(*TALK), talk("x"), r"messages\[0\] is 'x', not a message"),
-        (talk(*TALK), talk({"content": "x"}), r"messages\[0\] is .*, not a message"),
         (
             talk(*TALK),
             talk(TALK[0], {"role": "assistant", "content": [{"text": "x"}]}),
@@ -288,9 +284,7 @@ def test_nulls_of_json_stay(run, make_tokenizer):
     ("weight", "match"),
     [
         (-1, r"messages\[1\]\.weight is -1\. Write 1 .* from 0\.0001 to 10000, by"),
-        (1e-9, r"weight is 1e-09"),
         (float("nan"), r"weight is nan"),
-        ("0", r"weight is '0'"),
         ([], r"weight is \[\]"),
     ],
 )
@@ -344,16 +338,15 @@ def test_a_template_may_have_roles_of_share_gpt(run, make_tokenizer):
         (talk(*TALK) | {"tools": TOOLS}, "the field 'tools'"),
         (talk(*TALK) | {"functions": TOOLS}, "the field 'functions'"),
         (talk(*TALK) | {"documents": ["x"]}, "the field 'documents'"),
+        (PAIR | {"label": 0}, "the field 'label'"),
+        (PAIR | {"system_message": "x"}, "the field 'system_message'"),
         (
             talk(*TALK) | {"chat_template_kwargs": {"a": 1}},
             "the field 'chat_template_kwargs'",
         ),
         (PAIR | {"weight": 0}, "the field 'weight'"),
-        (PAIR | {"label": 0}, "the field 'label'"),
         (talk(*TALK) | {"kto_tag": "1"}, "the field 'kto_tag'"),
-        (PAIR | {"system_message": "x"}, "the field 'system_message'"),
         (talk(TALK[0], dict(TALK[1], thought="x")), "the key 'thought' of messages"),
-        (PAIR | {"tools": TOOLS}, "the field 'tools'"),
         ({"text": "xyz", "images": ["a.png"]}, "the field 'images'"),
         (talk(TALK[0], dict(TALK[1], train=False)), "the key 'train' of messages"),
         (
