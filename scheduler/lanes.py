@@ -147,12 +147,21 @@ def ticks_of(microbatches: Sequence[Microbatch], num_lanes: int) -> list[Tick]:
     ]
 
 
-def pooled(limits: Limits, cost: CostModel, num_lanes: int) -> tuple[Limits, CostModel]:
+def pooled(
+    limits: Limits, cost: CostModel, num_lanes: int, part: float = 1.0
+) -> tuple[Limits, CostModel]:
     """Returns the limits and costs of one lane that is as fast as all lanes together.
 
     A tick takes at least as long as on this lane, because its slowest lane has at least
     the mean number of tokens.
+
+    Args:
+        limits: Limits of a microbatch.
+        cost: Times of a microbatch on one lane.
+        num_lanes: Number of lanes.
+        part: Part of the lanes' capacity that a tick may fill.
     """
+    blocks = int(part * num_lanes * limits.capacity) // limits.block_tokens
     stages = tuple(
         StageCost(
             forward=_divided(stage.forward, num_lanes),
@@ -165,7 +174,7 @@ def pooled(limits: Limits, cost: CostModel, num_lanes: int) -> tuple[Limits, Cos
     return (
         dataclasses.replace(
             limits,
-            capacity=num_lanes * limits.capacity,
+            capacity=max(limits.capacity, blocks * limits.block_tokens),
             max_samples=None if most is None else num_lanes * most,
         ),
         dataclasses.replace(cost, stages=stages, buckets=buckets),

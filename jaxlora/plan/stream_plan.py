@@ -115,6 +115,22 @@ class StreamPlan:
             ready = dataclasses.replace(position, ready=state.tick)
             self._now = self._after = state.with_job(ready, self._rules.pace)
 
+    def set_priorities(self, priorities: Mapping[int, int]) -> None:
+        """Changes the priorities of the jobs in slots, in ticks that are not taken yet.
+
+        Args:
+            priorities: The priority of the job in each slot.
+        """
+        now = self._now.positions
+        if all(priorities.get(p.owner, p.priority) == p.priority for p in now):
+            return
+        state = self._replan()
+        positions = tuple(
+            dataclasses.replace(p, priority=priorities.get(p.owner, p.priority))
+            for p in state.positions
+        )
+        self._now = self._after = dataclasses.replace(state, positions=positions)
+
     def is_done(self, slot: int) -> bool:
         """Whether the job in a slot has done all batches of its position."""
         return self._steps[slot] >= self._ends[slot]

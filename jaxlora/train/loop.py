@@ -104,8 +104,9 @@ class Loop:
     """Trains microbatch after microbatch until all jobs have ended or are paused.
 
     A round ends when every job that ran at its beginning has taken an optimizer step or
-    has left; jobs of lower priority than others do not count, as they may take none for
-    long. A checkpoint ends one, too. A window is some rounds.
+    has left; jobs of lower priority than others, also than those that have started
+    since, do not count, as they may take none for long. A checkpoint ends one, too. A
+    window is some rounds.
     """
 
     def __init__(self, run: Run, executor: Executor, inbox: Inbox, stop: StopRequest):
@@ -208,7 +209,7 @@ class Loop:
             self._end_window()
 
     def _in_round(self) -> set[str]:
-        """Names of the jobs whose steps end the round that begins."""
+        """Names of the running jobs whose steps may end a round."""
         active = self._life.active
         first = max((job.settings.priority for job in active), default=0)
         return {job.name for job in active if job.settings.priority == first}
@@ -225,7 +226,7 @@ class Loop:
         life.evaluate_due(running)
         life.end_jobs(stepped)
         self._due.difference_update(job.name for job in stepped)
-        self._due.intersection_update(job.name for job in life.active)
+        self._due &= self._in_round()  # a job of higher priority may have started
 
     def _at_border(self, snapshot: ReadSlot | None, *, ends_round: bool) -> None:
         """Does what is due between two microbatches.

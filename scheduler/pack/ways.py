@@ -191,7 +191,7 @@ def _ways(limits: Limits, lanes: Lanes, cost: CostModel, ahead: Ahead) -> list[_
     n, pipeline = lanes.num_lanes, lanes.pipeline
     grounds = [(limits, lanes, cost)]
     for part in _POOL_PARTS if n > 1 and not cost.is_flat else ():
-        pooled_limits, pooled_cost = pool(limits, n, cost, part)
+        pooled_limits, pooled_cost = pooled(limits, cost, n, part)
         grounds.append((pooled_limits, Lanes(pipeline=pipeline), pooled_cost))
     begins, ends = not any(map(any, ahead.before)), ahead.work_left < math.inf
     out = []
@@ -202,24 +202,6 @@ def _ways(limits: Limits, lanes: Lanes, cost: CostModel, ahead: Ahead) -> list[_
         for fill in fills(own_limits, pipeline, own_cost, begins=begins, ends=ends):
             out.append(_Way(fill=fill, limits=own_limits, lanes=own_lanes, ramps=ramps))
     return out
-
-
-def pool(
-    limits: Limits, num_lanes: int, cost: CostModel, part: float
-) -> tuple[Limits, CostModel]:
-    """Returns limits and costs of one lane that is as fast as all of them.
-
-    Args:
-        limits: Limits of a microbatch.
-        num_lanes: Number of lanes.
-        cost: Times of a microbatch on one lane.
-        part: Part of the lanes' capacity that a tick may fill. It is easier to split
-            ticks that are not full.
-    """
-    together, pooled_cost = pooled(limits, cost, num_lanes)
-    capacity = int(part * together.capacity) // limits.block_tokens
-    capacity = max(limits.capacity, capacity * limits.block_tokens)
-    return dataclasses.replace(together, capacity=capacity), pooled_cost
 
 
 def _ranked(

@@ -30,7 +30,7 @@ INTERVAL = 256  # tokens of an interval u of section 4.3
 _SECONDS = 5.0  # of a program
 _GAP = 1e-3  # relative, at which a program ends
 _MAX_SOLVED = 8  # deployments for which (2) is solved
-_MAX_DEPLOYMENTS = 100_000
+_MAX_DEPLOYMENTS = 300_000
 _CLOSE = 1.001  # of times by which deployments are not solved
 
 

@@ -72,10 +72,10 @@ class StreamState:
     def with_job(self, position: Position, pace: Pace = "together") -> "StreamState":
         """Returns the state with one more job.
 
-        With the pace `together`, the job advances in proportion with the others from
-        here on: in the time in which they do half of what is left of them, it does half
-        of its batches. With `equal`, it gets as many tokens as each of them from here
-        on, by start-time fair queueing.
+        With the pace `together`, the job advances in proportion with the others of its
+        priority from here on: in the time in which they do half of what is left of
+        them, it does half of its batches. With `equal`, it gets as many tokens as each
+        of them from here on, by start-time fair queueing.
 
         Args:
             position: The job's.
@@ -86,8 +86,9 @@ class StreamState:
         """
         if any(p.owner == position.owner for p in self.positions):
             raise ValueError(f"slot {position.owner} has a job already.")
-        shares = (p.share for p in self.positions if p.share_per_batch)
-        most = max(shares, default=1.0)
+        # One of lower priority may have waited for long, with all of its share left.
+        level = (p for p in self.positions if p.priority == position.priority)
+        most = max((p.share for p in level if p.share_per_batch), default=1.0)
         each, first = 1 / (position.num_left / most), 0.0
         if pace == "equal":
             each = position.batch_tokens

@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.common.atomic import write_text
@@ -24,6 +24,7 @@ def write_result(
     config: RunConfig,
     state: SweepState,
     *,
+    num_devices: Sequence[int],
     interrupted: bool,
     predicted: float | None = None,
 ) -> RunResult[SweepReport]:
@@ -32,6 +33,7 @@ def write_result(
     Args:
         config: The run.
         state: The configurations.
+        num_devices: Number of devices of each group.
         interrupted: Whether some are left that `--resume` continues.
         predicted: Seconds that the plan of the groups predicted; None: there is none.
 
@@ -47,9 +49,8 @@ def write_result(
     _write_events(folder, events, state)
     assert config.sweep is not None
     trials = [_trial(folder, c) for c in found]
-    report = SweepReport.of(
-        config.sweep, trials, [*_work(logs.values()), *_evaluations(state)]
-    )
+    work = work_of(logs, num_devices)
+    report = SweepReport.of(config.sweep, trials, [*work, *_evaluations(state)])
     result = RunResult(
         jobs=tuple(trials),
         output_dir=folder,
@@ -135,11 +136,27 @@ def _logged(run: pathlib.Path) -> Iterator[_Event]:
         yield event
 
 
-def _work(logs: Iterable[Sequence[_Event]]) -> Iterator[_Event]:
-    """Yields the steps and windows of one worker after the other."""
-    for events in logs:
-        yield from (event for event in events if event["event"] in ("step", "window"))
+def work_of(
+    logs: Mapping[pathlib.Path, Sequence[_Event]], num_devices: Sequence[int]
+) -> Iterator[_Event]:
+    """Yields the steps and windows of one worker after the other.
+
+    The seconds of windows are those of all devices of the worker's group.
+    """
+    for run, events in logs.items():
+        group = int(_group(run))
+        devices = num_devices[group] if group < len(num_devices) else num_devices[0]
+        for event in events:
+            if event["event"] == "window":
+                yield event | {"seconds": devices * event["seconds"]}
+            elif event["event"] == "step":
+                yield event
         yield {"event": "window", "seconds": 0.0}  # steps whose window was not reported
+
+
+def _group(run: pathlib.Path) -> str:
+    """Returns the number of the group whose worker had this folder."""
+    return run.name.partition("-")[0]
 
 
 def _seconds(logs: Mapping[pathlib.Path, Sequence[_Event]]) -> float:
@@ -147,7 +164,7 @@ def _seconds(logs: Mapping[pathlib.Path, Sequence[_Event]]) -> float:
     found: Counter[str] = Counter()
     for run, events in logs.items():
         seconds = (e["seconds"] for e in events if e["event"] == "window")
-        found[run.name.partition("-")[0]] += sum(seconds)  # pyrefly: ignore
+        found[_group(run)] += sum(seconds)  # pyrefly: ignore
     return max(found.values(), default=0.0)
 
 

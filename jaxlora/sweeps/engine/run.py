@@ -98,7 +98,11 @@ def run_groups(
 
         predicted = None if plans is None else plans.seconds
         return write_result(
-            config, driver.state, interrupted=interrupted, predicted=predicted
+            config,
+            driver.state,
+            num_devices=[mesh.num_devices for mesh in meshes],
+            interrupted=interrupted,
+            predicted=predicted,
         )
 
 

@@ -17,10 +17,11 @@ import pathlib
 import queue
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 128
 # A connection ends when the peer's host has given no sign of life for this time.
 _PEER_SECONDS = 60
+_DOOR_SECONDS = 60  # in which a peer must prove that it has the key
 # Time for a process to end once its connection has ended, and the part of it for which
 # the driver does nothing else.
 _LEAVE_SECONDS = 10.0
@@ -51,8 +53,19 @@ class _Worker:
         self.group = group
         self.process: Process | None = None
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.is_connected = False
+        self.is_connected, self.is_lost = False, False
         self.left = float("inf")  # the time at which its connection ended
+        self.connection: Connection | None = None
+
+    def leave(self) -> None:
+        """Ends its connection, now or as soon as there is one.
+
+        A process that lives on because its host could not be reached then ends itself.
+        """
+        self.is_lost = True
+        if (connection := self.connection) is not None:
+            with contextlib.suppress(OSError), _socket_of(connection) as opened:
+                opened.shutdown(socket.SHUT_RDWR)
 
 
 class Workers:
@@ -69,6 +82,7 @@ class Workers:
         """
         self._launcher, self._key = launcher, secrets.token_bytes(32)
         self._listener = Listener((launcher.host, 0), "AF_INET", _BACKLOG)
+        self._address = self._listener.address
         self._is_closed = False
         self._workers: dict[int, _Worker] = {}  # by group
         self._started: list[_Worker] = []  # by the number that each one sends
@@ -97,13 +111,18 @@ class Workers:
         """Reads from a connection until it ends."""
         with connection:
             try:
+                _limit_reads(connection, _DOOR_SECONDS)
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
                 worker = self._started[int(connection.recv_bytes())]
+                _limit_reads(connection, 0)
+                watch_peer(connection)
             except (OSError, EOFError, AuthenticationError) as error:
                 logger.warning("a connection was refused: %s", error)
                 return
-            watch_peer(connection)
+            worker.connection = connection
+            if worker.is_lost:
+                return
             worker.is_connected = True
             writer = threading.Thread(
                 target=_write, args=(connection, worker.outbox), daemon=True
@@ -128,8 +147,7 @@ class Workers:
         """
         worker, number = _Worker(group), len(self._started)
         self._started.append(worker)
-        address = self._listener.address
-        door = {"address": address, "key": self._key.hex(), "number": number}
+        door = {"address": self._address, "key": self._key.hex(), "number": number}
         worker.process = self._launcher.start(group, folder, json.dumps(door).encode())
         if worker.process is None:
             return False
@@ -173,6 +191,7 @@ class Workers:
         for group, worker in list(self._workers.items()):
             if not worker.is_connected and (lost := _ending(worker)) is not None:
                 del self._workers[group]
+                worker.leave()
                 found.append((group, lost))
         return found
 
@@ -190,9 +209,11 @@ class Workers:
         for worker in self._workers.values():
             assert worker.process is not None
             worker.process.ending(_LEAVE_SECONDS)
+            worker.leave()
         self._workers.clear()
         self._is_closed = True
-        socket.create_connection(self._listener.address).close()  # `accept` returns
+        with contextlib.suppress(OSError):  # it may have returned already
+            socket.create_connection(self._address).close()  # `accept` returns
 
 
 def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
@@ -211,9 +232,23 @@ def _ending(worker: _Worker) -> Lost | None:
     return worker.process.ending(_WAIT_SECONDS if seconds > 0 else 0.0)
 
 
+@contextlib.contextmanager
+def _socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """Opens the socket of a connection once more, for its options."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+        yield opened
+
+
+def _limit_reads(connection: Connection, seconds: int) -> None:
+    """Makes each read of a connection fail after some seconds; 0: never."""
+    with _socket_of(connection) as opened:
+        timeout = struct.pack("ll", seconds, 0)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+
+
 def watch_peer(connection: Connection) -> None:
     """Makes a connection end when the peer's host has not answered for a while."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+    with _socket_of(connection) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
             ("TCP_KEEPIDLE", _PEER_SECONDS // 2),

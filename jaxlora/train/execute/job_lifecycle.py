@@ -171,10 +171,12 @@ class JobLifecycle:
             self._run.plan.num_slots,
             preempts=self._run.plan.config.preempt,
         )
-        for job in [self.jobs[c.job] for c in candidates if c.job not in slots]:
+        losing = [self.jobs[c.job] for c in candidates if c.job not in slots]
+        for job in losing:
             if job.has_slot and job in here:
                 self._pause(job, "a job of higher priority has its slot")
         self._start_jobs(slots)
+        self._let_leave(losing)
         # A slot may have been left or may not be free yet, and a job that is to pause
         # may be in the middle of a batch: look again.
         is_settled = not self._has_left and all(
@@ -206,6 +208,28 @@ class JobLifecycle:
         num_missing = len(self._candidates()) - self._run.plan.num_slots
         for job in idle[: max(0, num_missing)]:
             self._pause(job, self._why_held(job) or "")
+
+    def _let_leave(self, losing: Collection[JobState]) -> None:
+        """Lets jobs that are to leave their slots finish their batches before others.
+
+        Others of higher priority could take all microbatches for long.
+
+        Args:
+            losing: The jobs whose slots others get.
+        """
+        live, control = self._run.live, self._run.control
+        leaving = {
+            slot
+            for slot, job in self.by_slot.items()
+            if job in losing
+            or self._why_held(job) is not None
+            or control.stop_of(job) is not None
+            or live.stop_reason(job.name) is not None
+        }
+        own = {slot: job.settings.priority for slot, job in self.by_slot.items()}
+        most = max(own.values(), default=0)
+        first = {slot: most + 1 for slot in leaving if own[slot] < most}
+        self._ticks.set_priorities(own | first)
 
     def _start_jobs(self, slots: Mapping[int, int]) -> None:
         """Starts jobs that get a slot, by number, and evaluates them if due.

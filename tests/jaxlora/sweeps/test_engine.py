@@ -5,8 +5,10 @@ import random
 import re
 import socket
 import sys
+import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from unittest import mock
 
 import pytest
 
@@ -23,6 +25,7 @@ from jaxlora.run.lock import RunLock
 from jaxlora.sweeps import suggesting
 from jaxlora.sweeps.engine import driver as driving
 from jaxlora.sweeps.engine import messages as m
+from jaxlora.sweeps.engine import transport
 from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.groups import Group, choose, keep_adapter, moves
 from jaxlora.sweeps.engine.launch import Launcher, Lost
@@ -563,6 +566,42 @@ def test_nobody_connects_without_the_key(start):
     with socket.create_connection(address), pytest.raises(AuthenticationError):
         Client(address, "AF_INET", b"guessed")
     assert [type(one) for one in all_of(workers)] == [m.Alive, Lost]
+
+
+def test_somebody_who_says_nothing_is_sent_away(start, monkeypatch):
+    monkeypatch.setattr(transport, "_DOOR_SECONDS", 1)
+    workers = start(f"{DOOR}link.recv_bytes()")
+    with socket.create_connection(workers._listener.address) as silent:
+        silent.settimeout(10)
+        while silent.recv(100):  # the challenge, and then the end
+            pass
+
+
+def test_a_worker_that_cannot_be_killed_loses_its_connection(start, monkeypatch):
+    """It may be on a host that nobody reaches, and would go on for ever."""
+    code = f"{DOOR}\ntry: link.recv_bytes()\nexcept EOFError: raise SystemExit(7)"
+    workers = start(code)
+    worker = workers._workers[0]
+    while not worker.is_connected:
+        assert workers.receive(0.1) == []
+    process = worker.process
+    worker.process = mock.Mock(ending=lambda seconds: Lost(reason="it was killed"))
+    workers.kill(0)
+    assert all_of(workers) == [Lost(reason="it was killed")]
+    assert "ended with 7" in process.ending(10.0).reason
+    late = Client(workers._listener.address, "AF_INET", workers._key)
+    late.send_bytes(b"0")
+    with pytest.raises(EOFError):
+        late.recv_bytes()
+
+
+def test_closing_while_somebody_connects(start):
+    workers = start(DOOR)
+    accept = [one for one in threading.enumerate() if one.name == "accept"][-1]
+    workers._is_closed = True
+    socket.create_connection(workers._listener.address).close()
+    accept.join(10.0)
+    workers.close()
 
 
 def test_an_adapter_that_was_moved_before_a_kill_is_found(tmp_path):

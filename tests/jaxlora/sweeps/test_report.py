@@ -5,6 +5,7 @@ import dataclasses
 import html.parser
 import io
 import math
+import pathlib
 import re
 
 import numpy as np
@@ -14,6 +15,7 @@ from rich.console import Console
 from jaxlora import LoraJob, Sweep
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps import files
+from jaxlora.sweeps.engine.result import work_of
 from jaxlora.sweeps.files import merge_best, print_sweep, remove_others, write_sweep
 from jaxlora.sweeps.page import importance, parallel_axes
 from jaxlora.sweeps.ranking import SweepReport, Trial
@@ -67,6 +69,13 @@ def report() -> SweepReport:
         trial("d", 1.0, learning_rate=1e-1, rank=8, target_modules=["q_proj"]),
     ]
     return SweepReport.of(Sweep(keep=2), trials, events("a", "bx"))
+
+
+def test_seconds_are_those_of_all_devices_of_a_group():
+    logs = {pathlib.Path("groups/0-1"): events("a"), pathlib.Path("1-1"): events("b")}
+    trials = [trial("a", 1.0), trial("b", 2.0)]
+    report = SweepReport.of(Sweep(), trials, work_of(logs, num_devices=[1, 4]))
+    assert report.seconds == {"a": 18.0, "b": 72.0}
 
 
 def test_ranking(report):

@@ -249,6 +249,48 @@ def test_jobs_may_be_added_at_any_time(config, model, high, monkeypatch):
     assert {job.progress.status for job in result.jobs} == {"finished"}
 
 
+def test_rounds_end_while_a_job_waits_in_the_middle_of_a_batch(
+    config, model, low, high, monkeypatch
+):
+    """A job of higher priority that joins then has all microbatches to itself."""
+    high, added, rounds = high.replace(steps=8), [], []
+    note_steps = Loop._note_steps
+
+    def note_and_add(self, outcomes):
+        nonlocal rounds
+        note_steps(self, outcomes)
+        if self._run.round == 1 and not outcomes.steps and not added:
+            added.append(high)
+            trainer.add_job(high)
+        rounds += [self._run.round for j in self._stepped if j.name == "high"]
+
+    monkeypatch.setattr(Loop, "_note_steps", note_and_add)
+    low = low.replace(batch_size=16)
+    two = {"max_concurrent_jobs": 2, "microbatch_tokens": 128}
+    trainer = Trainer(config(jobs=(low,), **two), model)
+    trainer.train()
+    assert steps_of(trainer.config)[:9] == ["low"] + ["high"] * 8
+    assert len(set(rounds)) == 8  # and so do checkpoints come
+
+
+@pytest.mark.parametrize("ask", ["preempt", "pause", "stop"])
+def test_a_job_that_is_to_leave_does_not_wait_for_higher_priorities(
+    config, model, low, high, ask
+):
+    """It has the microbatches that its batch still needs."""
+    first, second = (high.replace(name=n, steps=12) for n in ("first", "second"))
+    two = {"max_concurrent_jobs": 2, "microbatch_tokens": 128, "window_steps": 1}
+    run = config(jobs=(low.replace(batch_size=16), first), **two)
+    calls = {
+        "preempt": lambda trainer: trainer.add_job(second),
+        "pause": lambda trainer: trainer.pause_job("low"),
+        "stop": lambda trainer: trainer.stop_job("low"),
+    }
+    Trainer(run, model).train(callbacks=[at_round(2, calls[ask])])
+    found = changes(run)
+    assert found[0][:2] == ("job_end" if ask == "stop" else "job_pause", "low")
+
+
 def test_a_refused_resume_compiles_nothing(config, model, low, monkeypatch):
     Trainer(config(), model).train(callbacks=[InterruptAt(1)])
     other = low.replace(seed=5)

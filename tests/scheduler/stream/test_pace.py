@@ -109,6 +109,16 @@ def test_a_job_that_joins_gets_its_share_at_once():
     assert max(found.values()) - min(found.values()) < 3 * 8 * 120
 
 
+@pytest.mark.parametrize("pace", PACES)
+def test_a_job_that_joins_does_not_catch_up_with_a_lower_priority(pace):
+    """One that has waited for long has all of its share left."""
+    made = Jobs(*[(300, 8)] * 5, priorities=(0, 1, 1, 1, 1))
+    ticks = made.run(rules(pace), {0: 0, 1: 0, 2: 0, 3: 0, 4: 200})
+    start = min(i for i, t in enumerate(ticks) for m in t for s in m if s.owner == 4)
+    found = tokens_by_job(ticks[start : start + 120])
+    assert found[4] < 1.5 * min(found[job] for job in (1, 2, 3))
+
+
 def test_a_short_job_does_not_wait_for_long_ones():
     made = Jobs(*[(600, 6)] * 4, (60, 6))
     ends = {pace: last_ticks(made.run(rules(pace))) for pace in PACES}
