@@ -55,31 +55,32 @@ class RunConfig(BaseSettings):
             (devices that share each microbatch), such as `stage=2,fsdp=2`, or as a
             mapping; `auto` chooses the sizes.
         replicas: Replicas that differ in their devices or in the size of their
-            microbatches, and train the same adapters: samples run where they fit;
-            `auto` chooses them, or alike ones. None: replicas are alike (axis `data` of
+            microbatches, and train the same adapters; samples run where they fit.
+            `auto` chooses them, or equal ones. None: replicas are equal (axis `data` of
             `mesh`).
         pipeline_microbatches: Microbatches that the first pipeline stage has in flight,
             at least one for each stage; None: as many as there are stages. More hide
             transfers between stages and uneven microbatches, but take memory, and the
             next batch of a job starts that much later.
-        padding_share: Time of a row of padding, as a share of that of a token, by which
-            the microbatches of meshes with stages are packed. Smaller ones then begin
-            and end what runs alone, so that the pipeline fills and drains faster. With
-            1, microbatches are as few as possible. `auto` takes the share that
-            `jaxlora profile` measured, or that of the kernels.
+        padding_share: Time of a row of padding as a share of a token's, for which the
+            microbatches of meshes with stages are packed. With a share below 1, a batch
+            that has the pipeline to itself begins and ends with smaller microbatches,
+            so that the pipeline fills and drains faster. With 1, microbatches are as
+            few as possible. `auto` takes the share that `jaxlora profile` measured, or
+            else a usual one for the kernels.
         network_gbits: Gigabits per second, in each direction, between a host and all
             others, for `mesh: auto` on several hosts; None: by the data sheet of the
             machine that the GPU is usually sold in.
         microbatch_tokens: Capacity C of a microbatch, in tokens, padding included;
-            `auto` takes the most that fits the device's memory and that the jobs can
-            fill; on several devices less, if that is predicted to be faster.
+            `auto` takes the largest that fits into the device's memory and that the
+            jobs can fill, or on several devices less if that is predicted to be faster.
         microbatch_shapes: Capacities, in tokens, of smaller microbatches, whose
             programs are compiled beside training; each microbatch has the smallest one
             that holds it. Those that are not smaller than `microbatch_tokens` are left
             out.
         shape_compile_seconds: Time in which `microbatch_shapes` should be compiled.
             They are used after as many microbatches as are predicted to take this time,
-            so that the same run always has the same microbatches; training waits then
+            so that the same run always has the same microbatches; training then waits
             for programs that are not ready. 0: training waits before its first step.
         block_tokens: Tokens of a block; each job's part of a microbatch fills whole
             blocks.
@@ -90,8 +91,9 @@ class RunConfig(BaseSettings):
             attention), `mlp` (with its norm), or `layer`. `auto` takes the one that is
             predicted to train fastest with the microbatches that fit beside it.
         layers_per_program: Layers of the decoder that each compiled program runs.
-            Alike layers share one, so that a deep model takes as long to compile as a
-            few of its layers. `auto` chooses it for deep models on one device.
+            Layers that are alike share one, so that a deep model takes as long to
+            compile as a few of its layers. `auto` chooses it for deep models on one
+            device.
         implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
             GPUs from Ampere on) or `xla` (anywhere);
             `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
@@ -101,15 +103,15 @@ class RunConfig(BaseSettings):
             the first of these that can run the model.
         window_steps: Rounds between two reports of the speed. A round ends when every
             running job has taken an optimizer step. The packers `greedy` and
-            `lorafusion` pack so many batches of each job together.
+            `lorafusion` pack that many batches of each job together.
         preempt: Whether a waiting job takes the slot of a running job of strictly lower
             priority, after that job's current global batch. The paused job keeps its
             whole state and continues when a slot is free, so no work is lost.
         pace: How running jobs of the same priority share microbatches: `together` lets
             them end at the same time, `equal` gives the same number of tokens to each.
-            `auto` is `equal`, but `together` for a sweep, whose configurations wait for
-            each other, and where one job alone would leave devices idle: with pipeline
-            stages or `replicas`.
+            `auto` is `together` for a sweep, whose configurations wait for each other,
+            and with pipeline stages or `replicas`, where one job alone would leave
+            devices idle; otherwise it is `equal`, which needs the packer `joint`.
         packer: Packing algorithm: `joint` packs all jobs in one stream, without a
             break; `greedy` packs one step of every job at a time; `lorafusion` is
             LoRAFusion's algorithm.
@@ -119,13 +121,14 @@ class RunConfig(BaseSettings):
         log_every: Rounds between lines of the training log, at most one for each
             report of the speed.
         token_cache: Whether the tokens of data are kept in ~/.cache/jaxlora/tokens, so
-            that later runs on the same data need not make them again.
+            that later runs on the same data need not compute them again.
         report_to: Experiment trackers that receive each job's metrics: `tensorboard`,
             `wandb` (W&B) and `trackio`; one name or a list. `none`: no tracker.
-        samples: Prompts whose answers by each job are logged at its evaluations, to see
-            what it learns. Training does the same with and without them.
+        samples: Prompts that each job answers at its evaluations, in the log, to show
+            what it learns. Training is the same with and without them.
         sweep: The jobs are configurations to choose from. If it has `parameters`, each
-            job given becomes as many jobs, and `sweep` has none any more.
+            job is expanded into one job for each configuration, and `sweep` then has
+            none.
     """
 
     aliases, hints = RUN_NAMES, JOB_HINTS
@@ -173,7 +176,7 @@ class RunConfig(BaseSettings):
     _notes: tuple[Note, ...] = ()
 
     def __init__(self, /, **settings: Any):
-        """Expands a sweep, and lists in jobs, and checks the settings.
+        """Expands a sweep and lists in jobs, and checks the settings.
 
         Raises:
             ConfigError: Settings break rules; the message lists them all.
@@ -188,12 +191,12 @@ class RunConfig(BaseSettings):
             raise settings_error(problems, Source("RunConfig"))
         self._notes = expansion.notes
 
-    # Without this mark, pydantic would call it for settings that are expanded already.
+    # Without this mark, pydantic would call it again for settings already expanded.
     __init__.__pydantic_base_init__ = True  # pyrefly: ignore[missing-attribute]
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """Lines for the log about how a sweep, and lists in jobs, were expanded."""
+        """Lines for the log about how a sweep and lists in jobs were expanded."""
         return self._notes
 
     @property

@@ -1,4 +1,4 @@
-"""Decides for each site whether kernels compute it, and what they compute with it."""
+"""Decides for each site whether kernels compute it, and which functions around it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ class Choice:
     Attributes:
         site: The site.
         part: The call of the kernels that computes it; None: XLA computes it.
-        reason: Why, as a clause without a full stop.
-        refusal: Why kernels cannot compute what makes its input, or None.
-        seconds: Measured times of both passes of its part, by the name of the way;
-            empty: nothing was measured.
+        reason: Why it is computed so, as a clause without a full stop.
+        refusal: Why kernels cannot compute the function that makes its input, or None.
+        seconds: Measured times of both passes of its part in each way, by name; empty
+            if nothing was measured.
     """
 
     site: Site
@@ -48,8 +48,8 @@ class Chooser:
     """Chooses how sites are computed.
 
     Attributes:
-        implementation: Name of a back end, which then computes all that it can, or
-            `auto`.
+        implementation: Name of a back end, which then computes everything that it can,
+            or `auto`.
         program: Puts calls of the kernels into a jaxpr, so that it can be timed.
         stopwatch: Measures times; None: the prediction and the rule decide.
     """
@@ -80,7 +80,7 @@ class Chooser:
         return [found[id(site)] for site in sites]
 
     def _choose(self, whole: Part) -> tuple[Sequence[Part], Times]:
-        """Returns how to compute a part, and what was measured for it."""
+        """Returns the calls that compute a part, and the times that were measured."""
         alone = [Part(site=site) for site in whole.sites]
         is_auto = self.implementation == "auto"
         times: Times = {}, None

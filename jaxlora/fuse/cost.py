@@ -32,15 +32,15 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
 
 # Integer operations of Threefry-2x32 for each output: 20 rounds of an addition, a
 # rotation and an exclusive or, the additions of the key, and the two counters. XLA's
-# program for an H200 has 83 of them beside those that it folds.
+# program for an H200 executes 83 of them; it folds the others into constants.
 THREEFRY_OPERATIONS = 83
-_DROPOUT_OPERATIONS = 9  # of an element: a uniform number, a comparison and a choice
-_THIN = 64  # a matrix product with a side this narrow waits for memory
+_DROPOUT_OPERATIONS = 9  # per element: a uniform number, a comparison and a choice
+_THIN = 64  # a matrix product with a side this narrow is limited by memory
 _STEP = 64  # ranks and rows of a step of the kernels
 _PART_TOKENS = 512
-# Measured on an H200 (docs/kernels.md, "Time per launch"): a kernel that reads x or dy
-# takes 4 us longer than reading them, with a mask 7 us; casts of A and B, the routing
-# and the sums of parts take 17 us for both passes.
+# Measured on an H200 (docs/measured/kernels.md, "Time per launch"): a kernel that reads
+# x or dy takes 4 us longer than the reads alone, and 7 us longer with a mask. Casts of
+# A and B, the routing and the sums of parts take 17 us for both passes.
 _SHRINK_SECONDS, _MASK_SECONDS, _SMALL_SECONDS = 4e-6, 3e-6, 17e-6
 
 
@@ -73,7 +73,7 @@ class Decision:
     Attributes:
         fused: Whether to fuse it. On a device without fused kernels, sites run through
             the back end in plain JAX, which gives the same values.
-        reason: Why, as a clause without a full stop.
+        reason: Why it is fused or not, as a clause without a full stop.
         forward_before: Cost of the forward pass as XLA compiles it.
         forward_after: Cost of the forward pass in the fused kernels.
         before: Cost of both passes as XLA compiles them.
@@ -98,8 +98,8 @@ def decide(site: Site, device: str | None = None) -> Decision:
 
     Args:
         site: The site.
-        device: JAX's `device_kind`, with the fused kernels; None: the present device,
-            with the kernels of the site's `implementation`.
+        device: JAX's `device_kind` of a device with the Hopper kernels; None: the
+            present device, with the kernels of the site's `implementation`.
     """
     implementation = site.implementation if device is None else "mosaic"
     return decide_shape(SiteShape.of(site), device, implementation, site.keeps_s)
@@ -114,9 +114,9 @@ def decide_shape(
 ) -> Decision:
     """Decides whether the fused kernels are faster for a site of given sizes.
 
-    If the site keeps s, as in a function that already is a gradient, the kernels
-    compute only its forward pass, and s is computed once more beside them. The costs of
-    both passes are then those of the forward pass.
+    If the site keeps s, because its function already is a gradient, the kernels compute
+    only its forward pass, and s is computed once more beside them. The costs of both
+    passes are then those of the forward pass.
     """
     described = describe_device(device)
     before_1, before_2 = plain_costs(shape, described)
@@ -144,7 +144,7 @@ def decide_shape(
 
 
 def _plain_shrink(shape: SiteShape, device: KernelRates) -> Cost:
-    """Cost of s as XLA compiles it, and of x with dropout for each mask."""
+    """Returns the cost of s as XLA compiles it, and of x with each dropout mask."""
     dropped = _kernel(device, 2 * _bytes(shape, shape.in_features), overhead=0.0)
     shrink = _shrink(shape, shape.in_features, device, sum(shape.ranks))
     return shrink + dropped * shape.masks
@@ -158,7 +158,7 @@ def _compare(before: float, after: float, passes: str) -> str:
 
 
 def _of_formed(shape: SiteShape, device: KernelRates, keeps_s: bool) -> str:
-    """Says what it costs to form the arrays that the kernels read."""
+    """Returns a clause about the time to form the arrays that the kernels read."""
     if not shape.formed:
         return ""
     costs = [formed_costs(f, shape, device)[0 if keeps_s else 1] for f in shape.formed]
@@ -181,13 +181,13 @@ def _kernel(
     busy: float = 0.0,
     overhead: float | None = None,
 ) -> Cost:
-    """Cost of a kernel that moves bytes while it computes.
+    """Returns the cost of a kernel that moves bytes while it computes.
 
     Args:
         device: The device.
         num_bytes: Bytes that it reads and writes.
         busy: Seconds of its arithmetic.
-        overhead: Seconds that it takes beside; None: those of a launch.
+        overhead: Seconds that it takes in addition; None: those of a launch.
     """
     overhead = device.launch_seconds if overhead is None else overhead
     seconds = max(num_bytes / device.memory_bytes, busy) + overhead
@@ -196,13 +196,13 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plain:
-    """Costs of the kernels into which XLA compiles a site."""
+    """The costs of the kernels into which XLA compiles a site."""
 
     shape: SiteShape
     device: KernelRates
 
     def product(self, batches: int, rows: int, columns: int, inner: int, added=0.0):
-        """Cost of a matrix product that also reads some bytes to add them."""
+        """Returns the cost of a product that also adds a tensor of `added` bytes."""
         elements = rows * inner + inner * columns + rows * columns
         num_bytes = self.shape.itemsize * batches * elements + added
         is_thin = min(rows, columns, inner) <= _THIN
@@ -214,7 +214,7 @@ class _Plain:
         return Cost(num_bytes=num_bytes, seconds=self.device.launch_seconds + seconds)
 
     def masks(self) -> tuple[Cost, Cost]:
-        """Costs of x with dropout in a forward pass, and in one of both passes."""
+        """Returns the costs of x with dropout in a forward pass, and in both passes."""
         shape, elements = self.shape, self.shape.tokens * self.shape.in_features
         passes = 2 * elements * shape.itemsize
         if not shape.draws_masks:
@@ -228,7 +228,7 @@ class _Plain:
         return forward * shape.masks, both * shape.masks
 
     def linear(self, number: int) -> tuple[Cost, Cost]:
-        """Costs of the forward and the backward pass of a linear."""
+        """Returns the costs of the forward and the backward pass of a linear."""
         shape, loop, product = self.shape, self._loop, self.product
         n, r, k, t = (
             shape.out_features[number],
@@ -238,11 +238,11 @@ class _Plain:
         )
         x, y, s = (t * size * shape.itemsize for size in (k, n, r))
         formed = {f.role: f for f in shape.formed if f.linear == number}
-        # The function multiplies by an A or B that all adapters share at once.
+        # All adapters share an A or B that is formed, so it takes one product.
         a, b = (1 if role in formed else shape.adapters for role in "ab")
         is_last = number == len(shape.out_features) - 1
         forward = product(a, t // a, r, k) + loop(2 * s)
-        if "w" in formed:  # its scales are between the product and the sum
+        if "w" in formed:  # its scales are applied between the product and the sum
             forward += product(1, t, n, k) + loop(2 * y) + product(b, t // b, n, r, y)
         else:
             forward += product(b, t // b, n, r) + product(1, t, n, k, y)
@@ -279,7 +279,7 @@ def plain_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
 
 def fused_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
     """Predicts the forward pass and both passes of a site in the fused kernels."""
-    # Eight kernels over A, B and the routing take at least their launches.
+    # The eight small kernels over A, B and the routing take at least their launches.
     small = Cost(seconds=max(_SMALL_SECONDS, 8 * device.launch_seconds) / 2)
     forward = _packing(shape, device) + small
     forward += _shrink(shape, shape.in_features, device, sum(shape.ranks))
@@ -300,10 +300,10 @@ def fused_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
 def formed_costs(
     formed: Formed, shape: SiteShape, device: KernelRates
 ) -> tuple[Cost, Cost]:
-    """Predicts the forward pass and both passes of a product that kernels read.
+    """Predicts the costs of forming an array that the kernels read, in both passes.
 
-    The gradient of a weight's scales needs that of the weight, which is a product as
-    large as the frozen one.
+    The first is that of the forward pass alone. The gradient of a weight's scales needs
+    that of the weight, which is a product as large as the frozen one.
     """
     once = _kernel(device, formed.num_bytes)
     if not formed.is_trained:
@@ -317,7 +317,10 @@ def formed_costs(
 
 
 def _scaling_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
-    """Costs of the scales of sums: y is read and written, and so is dy, with y."""
+    """Returns the costs of the scales of sums.
+
+    The forward pass reads and writes y; the backward pass reads y and dy and writes dy.
+    """
     if not shape.scales:
         return Cost(), Cost()
     y = sum(_bytes(shape, n) for n in shape.out_features[: shape.scales])
@@ -326,23 +329,23 @@ def _scaling_costs(shape: SiteShape, device: KernelRates) -> tuple[Cost, Cost]:
 
 
 def _padded(rank: int) -> int:
-    """Returns the ranks that the kernels compute."""
+    """Returns the rank that the kernels compute with, in whole steps."""
     return _STEP * math.ceil(rank / _STEP)
 
 
 def _bytes(shape: SiteShape, features: int) -> float:
-    """Bytes of a tensor of all tokens."""
+    """Returns the bytes of a tensor with some features of all tokens."""
     return float(shape.tokens * features * shape.itemsize)
 
 
 def _frozen_bytes(shape: SiteShape, n: int) -> float:
-    """Bytes of x, y and W of a linear."""
+    """Returns the bytes of x, y and W of a linear."""
     k = shape.in_features
     return _bytes(shape, k) + _bytes(shape, n) + k * n * shape.itemsize
 
 
 def _packing(shape: SiteShape, device: KernelRates) -> Cost:
-    """Cost of packing the masks to one bit per element, and of drawing them."""
+    """Returns the cost of drawing the masks and packing them to a bit per element."""
     if not shape.masks:
         return Cost()
     elements = shape.masks * shape.tokens * shape.in_features
@@ -353,21 +356,21 @@ def _packing(shape: SiteShape, device: KernelRates) -> Cost:
 
 
 def _shrink(shape: SiteShape, features: int, device: KernelRates, rank: int) -> Cost:
-    """Cost of s or ds, which is that of reading x or dy once if the rank is small."""
+    """Returns the cost of s or ds: with a small rank, that of reading x or dy once."""
     num_bytes = _bytes(shape, features) + _bytes(shape, rank)
     busy = device.matmul_seconds((1, shape.tokens, rank, features))
     return _kernel(device, num_bytes, busy, _SHRINK_SECONDS)
 
 
 def _expand(shape: SiteShape, n: int, device: KernelRates) -> Cost:
-    """Cost of y: the frozen product with further steps for the ranks."""
+    """Returns the cost of y: the frozen product with further steps for the ranks."""
     inner = shape.in_features + _padded(shape.rank)
     busy = device.matmul_seconds((1, shape.tokens, n, inner))
     return _kernel(device, _frozen_bytes(shape, n), busy)
 
 
 def _expand_with_outers(shape: SiteShape, device: KernelRates) -> Cost:
-    """Cost of dx, in one launch with dA and dB.
+    """Returns the cost of dx, in one launch with dA and dB.
 
     The plan is that of the kernels: some multiprocessors compute dA and dB beside dx,
     and all of them compute the rest after it.

@@ -1,8 +1,9 @@
 """Times the ways to compute a site on the device, where the user asks for it.
 
-The site, with the norm and gate around it, is a program of its own, whose forward and
-backward pass are timed: as XLA compiles it, with the linears in kernels, and with all
-that kernels can compute. Times are not kept beyond the function that was fused.
+The site, with the norm and gate around it, becomes a program of its own, whose forward
+and backward passes are timed: as XLA compiles it, with the linears in kernels, and with
+everything in kernels that they can compute. Times are kept no longer than the function
+that was fused.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from jaxlora.pallas_kernels import compile_program
 
 _SHORTEST_SECONDS = 0.02  # of calls that are timed together
 _NUM_BATCHES = 5
-# The times of ways, by name; or no times, and why.
+# The time of each way, by name; or no times, and the reason.
 Times = tuple[dict[str, float], str | None]
 _USED_UP: Times = {}, "measure_seconds are used up"
 
@@ -47,11 +48,11 @@ def time_call(function: Callable[..., Any], arguments: Sequence[Any]) -> float:
 
 
 class Stopwatch:
-    """Times ways until a limit is reached; those of parts that are alike once.
+    """Times ways until a limit is reached, and parts that are alike only once.
 
     The programs of a part are compiled at the same time, and timed one after the other
-    when all are compiled: a compiler runs kernels on the device too, and takes the
-    processors that start those that are timed.
+    once all are compiled. A compiler would disturb the timing: it runs kernels on the
+    device too, and occupies the processors that launch the kernels being timed.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class Stopwatch:
         """Starts with all of its time.
 
         Args:
-            limit_seconds: Time for compiling and running programs, in all, as a clock
-                on the wall shows it. When it is reached, nothing more is compiled or
-                timed; what is being compiled or timed then may exceed it.
+            limit_seconds: Wall time for compiling and running all programs. When it is
+                reached, no further program is compiled or timed; the current one may
+                exceed it.
             timer: Times a call.
             clock: Measures what is left of the limit.
         """
@@ -83,10 +84,10 @@ class Stopwatch:
         """Returns the times of the ways to compute a part.
 
         Args:
-            part: The part, with all that kernels can compute.
+            part: The part, with everything that kernels can compute.
             ways: The calls of the kernels, by the name of the way.
-            program: Puts calls of the kernels into a jaxpr; None: they depend on each
-                other.
+            program: Puts calls of the kernels into a jaxpr, or returns None if the
+                calls depend on each other.
 
         Raises:
             ConfigError: There are several processes.
@@ -136,7 +137,7 @@ class Stopwatch:
 
 
 def _apart() -> contextlib.AbstractContextManager[None]:
-    """Returns a context apart from the functions that are traced around this one.
+    """Returns a context outside the functions that are being traced.
 
     JAX's public context of this kind, `ensure_compile_time_eval`, would also evaluate
     what Mosaic's kernels compute without arrays, such as the number of a warpgroup.
@@ -150,7 +151,7 @@ class BothPasses:
 
     Attributes:
         function: Takes a list with the program's arguments, and one with the gradients
-            of its results; returns the results and the gradients of what is trained.
+            of its results; returns the results and the gradients of trained arguments.
         values: Types of the arguments.
         gradients: Types of the gradients.
     """
@@ -166,9 +167,10 @@ class BothPasses:
 
 
 def _lowered(program: BothPasses) -> jax.stages.Lowered:
-    # It is traced here, as the settings of JAX are those of a thread. Not by workers,
-    # as in `lower_program`: JAX keeps the traces of kernels, and the fused function,
-    # which has the same, may also run without being compiled.
+    # It is traced in this thread, because JAX's settings belong to a thread. It is not
+    # lowered by `lower_program`, in whose worker processes kernels are lowered: JAX
+    # caches traces of kernels, and the fused function, which shares them, may also run
+    # uncompiled.
     return jax.jit(program.function).lower(program.values, program.gradients)
 
 
@@ -209,7 +211,7 @@ def _is_float(array: Any) -> bool:
 
 
 def _random(aval: jax.ShapeDtypeStruct, number: int) -> jax.Array:
-    """Returns an array of a type: random floats, keys or bits, or zeros."""
+    """Returns an array of a type with random floats, keys or bits, or with zeros."""
     key = jax.random.key(number)
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, aval.shape) if aval.shape else key

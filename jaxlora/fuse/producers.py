@@ -1,8 +1,8 @@
 """Norms and gates beside sites, and which of them one call of the kernels computes.
 
-The rule: under `auto`, kernels of norms and gates are taken if the function itself
-draws dropout masks for the linears that they are computed with. A back end that is
-named takes all that it can compute. The times behind the rule are in docs/fuse.md.
+The rule: under `auto`, kernels compute norms and gates if the function itself draws the
+dropout masks of the linears that they are computed with. A back end that is named
+computes everything that it can. The times behind the rule are in docs/measured/fuse.md.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxlora.pallas_kernels import (
 )
 from jaxlora.pallas_kernels.given_mask import num_words
 
-# What is not computed again to make the small inputs of a program.
+# Operations too expensive to repeat to make the small inputs of a program.
 _HEAVY = {
     "dot_general",
     "ragged_dot_general",
@@ -47,7 +47,8 @@ class Gate:
 
     Attributes:
         maker: The function.
-        gradient: From the outputs, and the gradient of its result, to theirs.
+        gradient: Maps the outputs, and the gradient of the function's result, to the
+            gradients of the outputs.
         following: The site whose input it makes.
     """
 
@@ -58,13 +59,14 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """A site, with the row-wise functions before and behind it that one call computes.
+    """A site, with the row-wise functions before and after it that one call computes.
 
     Attributes:
         site: The site.
         producer: Makes its input, and s beside it; None: its input is read.
-        gate: Makes the input of another site of its outputs, and s beside it, and in
-            the backward pass ds beside their gradients; None: its outputs are written.
+        gate: Makes the input of another site from its outputs, and s beside it. In the
+            backward pass it makes ds beside their gradients. None: its outputs are
+            written.
     """
 
     site: Site
@@ -73,7 +75,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What the call computes beside linears, or `kernels`."""
+        """The functions that the call computes beside linears, or `kernels`."""
         names = "producer" * bool(self.producer), "gate" * bool(self.gate)
         return " and ".join(filter(None, names)) or "kernels"
 
@@ -111,9 +113,9 @@ class Around:
 
     Attributes:
         producer: Makes its input.
-        gate: Makes the input of another site of its outputs.
-        refusal: Why kernels cannot compute what makes its input, or cannot compute it
-            with the linears before; None: they can, or no arithmetic makes it.
+        gate: Makes the input of another site from its outputs.
+        refusal: Why kernels cannot compute the function that makes its input, or cannot
+            compute it with the linears before it; None: they can, or there is none.
     """
 
     producer: Maker | None = None
@@ -122,7 +124,7 @@ class Around:
 
 
 def find_around(sites: Sequence[Site]) -> list[Around]:
-    """Returns what is around each of the sites of one jaxpr."""
+    """Returns the row-wise functions around each of the sites of one jaxpr."""
     number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
     found = [Around() for _ in sites]
     for after, site in enumerate(sites):
@@ -144,11 +146,11 @@ def find_around(sites: Sequence[Site]) -> list[Around]:
 
 
 def parts_of(sites: Sequence[Site], around: Sequence[Around]) -> list[Part]:
-    """Returns parts that compute each site once, with all that is around it.
+    """Returns parts that compute each site once, with the functions around it.
 
     Args:
         sites: The sites of one jaxpr.
-        around: What is around each of them.
+        around: The functions around each of them.
     """
     parts: list[Part] = []
     done: set[int] = set()
@@ -168,8 +170,8 @@ def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
 def part_program(part: Part) -> core.Jaxpr:
     """Returns a part as a program of its own, as its author wrote it.
 
-    Dropout masks are drawn in it, and what row-wise functions read of rows is computed
-    in it, if that takes no product.
+    It draws the dropout masks and computes the values of rows that row-wise functions
+    read, if that takes no product.
     """
     graph, makers = part.site.graph, part.makers
     jaxpr = graph.jaxpr
@@ -230,7 +232,7 @@ def _no_producer(maker: Maker, site: Site) -> str | None:
 
 
 def _gate(site: Site, maker: Maker, following: Site) -> Gate | str:
-    """Returns the gate that reads an output of a site, or why it is none."""
+    """Returns the gate that reads an output of a site, or why there is none."""
     reason = _no_gate(site, maker, following)
     if reason is not None:
         return reason

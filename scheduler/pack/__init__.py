@@ -1,1 +1,1 @@
-"""Plans the microbatches of one window of global batches, and improves them."""
+"""Packs the global batches of jobs into microbatches, and improves the plan."""

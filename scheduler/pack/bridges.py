@@ -1,13 +1,14 @@
-"""Bridges: other jobs join two batches of a job that has many more to run than they.
+"""Bridges: other jobs run between two batches of a job with more work than all others.
 
 A pipeline drains between two batches of a job that runs alone. If other jobs run in
 between, with microbatches about as large as those around them, it drains after two
 batches instead of one: the first batch is only the rising half of a ramp, and the
 second one only the falling half.
 
-The others have too little work to bridge all gaps, so their work has a price. A gap is
-bridged, and at the height, that saves the most time beyond the price; the price is the
-one at which the bridges take all of the others' work.
+The others have too little work to bridge all gaps, so their work has a price. The gaps
+that are bridged, and the heights of the bridges, are those that save the most time
+beyond the price. The price is the one at which the bridges take all of the others'
+work.
 """
 
 import dataclasses
@@ -65,8 +66,8 @@ class _Pair:
 
     Attributes:
         sides: The splits of the first batch, and of the second one from its end.
-        saved: How much less time they take than the two batches alone [ways], where the
-            last dimension of ways is that of the second batch.
+        saved: How much less time they take than the two batches alone [ways]. Way i * n
+            + j has split i of the first batch and split j of the n of the second.
         levels: Work of the others in each tick between them [ticks, ways].
     """
 
@@ -93,8 +94,8 @@ def pack(
         cost: Times of the passes.
 
     Returns:
-        The microbatches, with no-ops; None if no job has more work than all others, or
-        if the others have more than bridges take.
+        The microbatches, with no-ops; None if no job has more work than all others
+        together, or if the others have more work than bridges can take.
     """
     model, jobs = WorkModel.from_cost(cost), batches_by_job(samples)
     work = {
@@ -146,14 +147,15 @@ def _joined(
     Args:
         alone: The microbatches of each batch that is not joined to another.
         pairs: The pairs of consecutive batches.
-        chosen: The way in which some of them are joined, by the first batch's number.
-        queue: The other jobs, which are advanced to their end.
+        chosen: The way in which each chosen pair is joined, by the number of its first
+            batch.
+        queue: The other jobs, which are advanced to their ends.
         total: Work of the other jobs.
         limits: Limits of a microbatch.
         distance: Distance of the pipeline.
     """
     out: _Split = []
-    # Samples are not divisible, so what one tick lacks is shared by those after it.
+    # Samples are not divisible, so the following ticks share what one tick lacks.
     planned = sum(float(pairs[i].levels[:, way].sum()) for i, way in chosen.items())
     batch = 0
     while batch < len(alone):
@@ -182,8 +184,8 @@ def _joined(
 def _side(items: list[Item], ramps: Ramps, limits: Limits, pipeline: Pipeline) -> _Side:
     """Returns the ways to split a batch, whose items are in descending order.
 
-    If both batches of a pair were split in this way, no other way would take less time
-    and have room for as much work of the others.
+    A way is kept if none that takes less time, with both batches of a pair split alike,
+    has room for as much work of the others.
     """
     fewest = ramps.fewest(items)
     most = max(fewest, min(len(items), fewest + _MAX_MORE * pipeline.num_stages))
@@ -261,8 +263,8 @@ def _buy(
         per_token: Time that a token takes on all stages.
 
     Returns:
-        The chosen way of each pair, by the number of its first batch; None if the
-        others have more work.
+        The way of each chosen pair, by the number of its first batch; None if the other
+        jobs have more work than all pairs take.
     """
     between = [pair.levels.sum(axis=0) for pair in pairs]
 

@@ -19,7 +19,7 @@ from jaxlora.scheduler.types import (
 )
 
 _MAX_SUBSETS = 6
-# Jobs that may be looked at to fill a microbatch.
+# Jobs that are looked at to fill a microbatch, at most.
 _MAX_JOBS = 64
 _TARGETS = (1.1, 1.0, 0.9, 0.75, 0.6)
 
@@ -38,7 +38,7 @@ class Fill:
     Attributes:
         target: Work to fill a lane with, as a fraction of the capacity.
         first: Parts of the target for the first ticks.
-        last: Parts of the target for the last ticks, from the last one on.
+        last: Parts of the target for the last ticks, from the last one backwards.
     """
 
     target: float = 1.0
@@ -85,7 +85,7 @@ def fill_ticks(
 ) -> list[PartTick]:
     """Fills one tick after the other, lane by lane.
 
-    Jobs in the middle of a batch come first, then the jobs that need the most ticks.
+    Jobs in the middle of a batch come first, then the most urgent ones.
 
     Args:
         jobs: The jobs, which are advanced.
@@ -95,7 +95,7 @@ def fill_ticks(
         first_tick: Number of the first tick.
         most_work: Work after which no further tick begins.
         most_ticks: Number of ticks after which no further one begins.
-        work_left: Work of all jobs, if it is to be done in these ticks.
+        work_left: Work of all jobs, if these ticks do all of it; otherwise infinity.
         ramps: Splits the batches that run alone; None: they are filled like others.
             With ramps, there is one lane.
     """
@@ -138,10 +138,10 @@ def fill_slot(
 ) -> list[Item]:
     """Fills a microbatch of a tick with up to about `target` work.
 
-    Jobs in the middle of a batch come first, then the jobs that need the most ticks.
+    Jobs in the middle of a batch come first, then the most urgent ones.
 
     Args:
-        jobs: Progress of each job, which is advanced.
+        jobs: The jobs, which are advanced.
         tick: Number of the tick.
         target: Work to fill the microbatch with. A first item is placed even if it
             exceeds the target.
@@ -220,12 +220,12 @@ def _choose(
 def best_subsets(weights: Sequence[int], room: int) -> Iterator[list[int]]:
     """Yields subsets of items whose total weight is at most `room`, the heaviest first.
 
-    Subset sum is solved exactly with bit sets: bit w of an integer is 1 if the
-    total weight w exists.
+    Subset sum is solved exactly with bit sets: bit w of an integer is 1 if some subset
+    has the total weight w.
 
-    It yields one nonempty subset, as indices, for each total weight. Among equal totals
-    it prefers early items. Callers sort the items by descending weight, because small
-    items are easier to place later.
+    There is one nonempty subset, as indices, for each total weight. Among equal totals,
+    early items are preferred. Callers sort the items by descending weight, because
+    small items are easier to place later.
 
     Args:
         weights: Positive weights of the items.

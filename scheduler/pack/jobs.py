@@ -48,13 +48,13 @@ class JobBatches:
         batches: Samples of each global batch, in order.
         num_batches: Number of batches.
         batch_tokens: Mean number of tokens in a batch, which may be an estimate.
-        is_started: Whether some samples of the first batch are in earlier ticks, so
-            that `batches` has the rest of it.
+        is_started: Whether some samples of the first batch are in earlier ticks;
+            `batches` then begins with the rest of it.
         ready: First tick in which the first batch may run.
-        urgency_per_batch: How much each batch that is left adds to the job's urgency:
-            the most urgent job comes first. None: the ticks that a batch takes, so that
+        urgency_per_batch: How much each batch that is left adds to the job's urgency.
+            The most urgent job comes first. None: the ticks that a batch takes, so that
             the job that needs the most ticks comes first.
-        first_urgency: The part of its urgency that it has in any case.
+        first_urgency: The part of its urgency that does not depend on the batches left.
         priority: Jobs of higher priority come first, however urgent others are.
     """
 
@@ -102,8 +102,8 @@ class BatchSource:
         """Returns the items of the batch in descending order of work.
 
         Args:
-            number: Position of the batch, from 0. After the last one there are no
-                items.
+            number: Position of the batch, from 0. There are no items after the last
+                batch.
 
         Raises:
             ValueError: A batch is empty, mixes jobs or batches, comes out of order, or
@@ -144,9 +144,9 @@ class BatchCursor:
     Attributes:
         source: The job's batches.
         num_batches: Number of the job's batches.
-        urgency_per_batch: How much each batch that is left adds to the urgency: the
-            estimated number of ticks that it takes, for example.
-        first_urgency: What is added to the urgency in any case.
+        urgency_per_batch: How much each batch that is left adds to the urgency, such as
+            the estimated number of ticks that it takes.
+        first_urgency: The part of the urgency that does not depend on the batches left.
         number: Position of the current batch in the source.
         items: Items of the current batch that are not planned yet, in descending order
             of work.
@@ -200,10 +200,10 @@ _Key = tuple[int, bool, float, int]
 
 
 class JobQueue:
-    """Progress of many jobs, in the order in which they fill ticks.
+    """The progress of many jobs, in the order in which they fill ticks.
 
-    To fill a tick looks at few of them, however many exist. Planning tries several ways
-    to go on with copies.
+    Filling a tick looks at few of them, however many there are. Planning tries several
+    ways to continue on copies of the queue.
     """
 
     def __init__(self):
@@ -275,7 +275,7 @@ class JobQueue:
 
     @property
     def alone(self) -> int | None:
-        """Index of the job that has the pipeline for a whole batch, if there is one."""
+        """Index of the only job left if it is between batches; None otherwise."""
         if len(self) != 1:
             return None
         (key,) = self._ready or [key for _, key in self._waiting]
@@ -295,7 +295,7 @@ class JobQueue:
         self._insert(index)
 
     def ready(self) -> dict[int, int]:
-        """Returns the first tick in which each job may run, by its number."""
+        """Returns the first tick in which each job may run, by the job's number."""
         return {job.job: job.ready for job in self._jobs if job.items}
 
     def _insert(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Polishes the simulated makespan of a few ticks."""
+"""Moves and exchanges samples to shorten a simulated makespan, some ticks at a time."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jaxlora.scheduler.pack.jobs import Item, WorkModel
 from jaxlora.scheduler.pack.segment import Segment
 from jaxlora.scheduler.types import Limits, Microbatch, in_order
 
-# Ticks that are polished together, and how far the next ones start after them.
+# Ticks that are polished together, and ticks from the start of one part to the next.
 _TICKS = 24
 _STRIDE = 16
 # Rounds of exchanges in each part, at most.
@@ -21,12 +21,13 @@ _MAX_ROUNDS = 40
 
 # An item moves at most this many ticks.
 _REACH = 8
-# Exchanges that are simulated in a round, and those of them that may be made together.
+# Exchanges that are simulated in a round, and that may be made together, at most.
 _MAX_EXCHANGES = 128
 _MAX_TOGETHER = 8
 # A relative saving that is worth another round.
 _MIN_SAVING = 2e-4
-# Paths that differ by less than this part of a forward pass count together, in turn.
+# Paths that differ by less than this part of a forward pass count together. Polishing
+# takes these values in turn.
 _SMOOTHING = (1.0, 0.3, 0.1, 0.0)
 
 
@@ -51,9 +52,9 @@ class _Exchanges:
 class Polish:
     """Moves and exchanges the items of some ticks while that shortens the makespan.
 
-    In each round, the change of the makespan with a little more or less work in each
-    tick ranks all exchanges. The most promising ones are simulated, and the best ones
-    are made. A tick takes the time of its slowest microbatch.
+    Each round ranks all exchanges by how the makespan changes with a little more or
+    less work in each tick. The most promising ones are simulated, and the best ones are
+    made. A tick takes the time of its slowest microbatch.
 
     With n lanes, microbatch i of tick t is at place t * n + i.
     """
@@ -279,8 +280,8 @@ class Polish:
             own: Place of the item that moves.
             to: The place that it moves to.
             moved: Work that the first place gives to the second.
-            gain: Saved time per token less of each tick.
-            loss: Lost time per token more of each tick.
+            gain: For each tick, the time saved by each token less.
+            loss: For each tick, the time lost by each token more.
             start: First place of the ticks.
         """
         n = self._lanes
@@ -294,7 +295,7 @@ class Polish:
         less = most[own] - np.maximum(rest[own], work[own] - moved)
         more = np.maximum(rest[to], work[to] + moved) - most[to]
         saved = less * gain[(own - start) // n] - more * loss[(to - start) // n]
-        # Within a tick, what the slower lane gives the faster one takes.
+        # Within a tick, the slower lane gives work to the faster one.
         evened = np.maximum(work[own] - moved, work[to] + moved)
         within = (most[own] - np.maximum(evened, 0)) * gain[(own - start) // n]
         return np.where(own // n == to // n, within, saved)
@@ -302,15 +303,15 @@ class Polish:
     def _slopes(
         self, segment: Segment, part: slice, now: float, smoothing: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how the makespan changes with a little less or more work of a tick.
+        """Returns how the makespan changes with a little less or more work in a tick.
 
         Returns:
-            Saved time per token less, and lost time per token more, of each tick.
+            For each tick, the time saved by each token less, and lost by each more.
         """
         tokens, squares = self._of_ticks(*(x[part, None] for x in self._sizes()))
         num = len(tokens)
         is_real = tokens[:, 0] > 0
-        # An empty tick gets an item, and not a part of one.
+        # An empty tick gets a whole item.
         step = np.where(is_real, 2 * self._limits.block_tokens, self._size.mean())
         less = np.maximum(tokens - np.diag(step), 0)
         more = tokens + np.diag(step)
@@ -321,7 +322,7 @@ class Polish:
         return (now - times[:num]) / step * is_real, (times[num:] - now) / step
 
     def _ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the first and the last tick that items of each batch may have."""
+        """Returns the first and the last tick in which items of each batch may run."""
         num, distance = len(self._tokens) // self._lanes, self._pipeline.distance
         tick = self._place // self._lanes
         first = np.full(len(self._follows), num)
@@ -454,9 +455,9 @@ def polished(
         limits: Capacity and block size.
         lanes: The lanes, and their pipeline.
         cost: Times of the passes of a microbatch on one lane.
-        before: Ticks before them, which stay.
-        after: Ticks after them, which stay.
-        earliest: For each job, the first of the ticks in which it may run; those that
+        before: Ticks before them, which stay as they are.
+        after: Ticks after them, which stay as they are.
+        earliest: For each job, the first of the ticks in which it may run; jobs that
             are absent may run in all of them.
         everywhere: Whether to polish all parts, and not only those near no-ops, and
             where the pipeline fills or drains.

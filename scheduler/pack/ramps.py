@@ -1,7 +1,7 @@
 """Ramps: small first and last microbatches for a batch that runs alone.
 
-A batch that has the pipeline for itself leaves stages idle while the pipeline fills and
-drains, the longer, the larger its first and last microbatches are.
+A batch that has the pipeline to itself leaves stages idle while the pipeline fills and
+drains. The larger its first and last microbatches are, the longer they are idle.
 """
 
 import functools
@@ -15,22 +15,22 @@ from jaxlora.scheduler.pack.jobs import Item
 from jaxlora.scheduler.pack.segment import Segment
 from jaxlora.scheduler.types import Limits, Pipeline
 
-# Work of the first and last microbatch, relative to that of the largest, and over which
-# part of the microbatches before the middle it rises.
+# Work of the first and last microbatch, relative to that of the largest, and the part
+# of the microbatches before the middle over which it rises.
 _ENDS = (0.85, 0.7, 0.55, 0.4, 0.25, 0.15)
 _RISES = (0.15, 0.3, 0.5, 0.75, 1.0)
 # Numbers of microbatches that are tried, beyond the fewest, in units of stages.
 _MAX_MORE = 4
 # Profiles that are tried with the items of a batch.
 _NUM_TRIED = 8
-# Profiles are computed for work that is a power of this.
+# Profiles are computed for amounts of work that are powers of this number.
 _RATIO = 1.05
 
 
 class Ramps:
     """Splits batches that run alone into microbatches.
 
-    Number and sizes of the microbatches are chosen by simulation.
+    The number and sizes of the microbatches are chosen by simulation.
     """
 
     def __init__(self, limits: Limits, pipeline: Pipeline, cost: CostModel):
@@ -109,7 +109,8 @@ class Ramps:
         tokens = np.minimum(tokens, self._limits.capacity)
         times = self.makespans(tokens, np.zeros_like(tokens))
         ranked = np.argsort(times, kind="stable")
-        # Items are not divisible, so the best profile of each number counts as well.
+        # Items are not divisible, so the best profile of each number of microbatches is
+        # tried as well.
         of_number = {len(shapes[k]): k for k in reversed(ranked)}
         best = dict.fromkeys([*ranked[:_NUM_TRIED], *of_number.values()])
         return [shapes[k] for k in best]

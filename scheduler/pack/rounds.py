@@ -1,10 +1,9 @@
-"""Runs small batches in rounds: those that take about equally long together.
+"""Runs small batches in rounds: batches that take about equally long run together.
 
-If every batch fits in a microbatch, most of a pipeline is idle in any order, and the
-next batch of a job follows right after its last one. A round has a batch of some jobs,
-each in a microbatch of its own, and takes about as long as the longest of them alone.
-So the time is shortest if long batches share rounds, for which jobs with short ones
-wait.
+If every batch fits in a microbatch, most of a pipeline is idle in any order. In a
+round, some of the jobs each run one batch, in a microbatch of its own, and the round
+takes about as long as the longest of them alone. So the time is shortest if long
+batches share rounds, and jobs with short batches wait for that.
 """
 
 import itertools
@@ -25,12 +24,13 @@ from jaxlora.scheduler.types import (
     padded_tokens,
 )
 
-# States that the search keeps of those in which as many batches are done.
+# States that the search keeps for each number of batches done.
 _WIDTH = 32
-# Batches for which it takes about a second.
+# The search takes about a second for this number of batches.
 _MAX_BATCHES = 1024
 
-# Rounds whose ticks are placed by simulation, and plans that are simulated together.
+# Rounds whose ticks are placed by simulation, and plans that are simulated together, at
+# most.
 _MAX_PLACED = 48
 _REACH = 3  # ticks that a job moves at once
 _MAX_TOGETHER = 128
@@ -93,8 +93,9 @@ def _placed(
 ) -> np.ndarray:
     """Returns the tick of each round in which each job runs [rounds, jobs].
 
-    Two ticks change places in one round, or from one on, while that shortens the
-    makespan. A job may only run earlier in its round than before if it has waited.
+    Two ticks change places in one round, in three, or from one round on, while that
+    shortens the makespan. A job may run earlier in a round than in its last one only if
+    it has waited in between.
 
     Args:
         chosen: The jobs of each round.
@@ -154,8 +155,9 @@ def _rounds(times: Sequence[Sequence[float]]) -> list[list[int]]:
 
     The time of a round is that of its longest batch. Another batch that takes no longer
     never costs anything, so a round is determined by its time: that of the next batch
-    of some job. The search goes on from the best states in which as many batches are
-    done, where half of the mean and all of the longest job's remaining time are added.
+    of some job. For each number of batches done, the search goes on from the best
+    states, ranked by their time plus the longest job's remaining time and half of the
+    mean remaining time.
 
     Args:
         times: Times of the batches of each job.

@@ -7,8 +7,8 @@ import numpy as np
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.types import Pipeline
 
-# Forward and backward times [stages, variants], and how long a pass waits for that of
-# the neighboring stage [variants]. None is a no-op in all variants.
+# Forward and backward times [stages, variants], and the time of a transfer from the
+# neighboring stage [variants]. None is a no-op in all variants.
 _Tick = tuple[np.ndarray, np.ndarray, np.ndarray] | None
 
 
@@ -61,8 +61,8 @@ class Segment:
             tokens: Padded tokens of the segment's ticks [ticks, variants].
             squares: Sums of the squared sample lengths [ticks, variants].
             smoothing: Paths whose lengths differ by less than this time count together,
-                so that the result also falls if one of several longest paths becomes
-                shorter. With 0, the makespan is exact.
+                so that the result also decreases if only one of several longest paths
+                becomes shorter. With 0, the makespan is exact.
         """
         self._smoothing = smoothing
         ticks = self._ticks.copy()
@@ -73,7 +73,7 @@ class Segment:
         return functools.reduce(self._later, paths, np.zeros(tokens.shape[1]))
 
     def _later(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Returns the maximum, or a smooth approximation from above."""
+        """Returns the maximum, or a smooth approximation that is no smaller."""
         if not self._smoothing:
             return np.maximum(a, b)
         near = np.abs(a - b)
@@ -143,8 +143,8 @@ class Segment:
         """Computes the longest paths from the segment's end to that of the schedule.
 
         Returns:
-            Lengths by stage, of paths that go on from the stage's clock, and by (stage,
-            tick), of those from the end of a forward pass to the next stage.
+            The length of the path that continues from each stage's clock, by stage, and
+            of that from the end of a forward pass to the next stage, by (stage, tick).
         """
         stages, wait = range(self._cost.num_stages), self._cost.communication
         out: dict = dict.fromkeys(stages, 0.0)

@@ -29,7 +29,7 @@ from jaxlora.scheduler.types import Limits, Pipeline, Schedule
 _POOL_PARTS = (1.0, 0.95)
 # Fillings that are polished.
 _NUM_POLISHED = 2
-# Polishing the ticks of more lanes takes long.
+# Polishing the ticks of more lanes takes too long.
 _MAX_POLISHED_LANES = 8
 # Full ticks by which the way to plan many is chosen.
 _FIRST_TICKS = 96
@@ -51,13 +51,14 @@ def polishes(lanes: Lanes, cost: CostModel) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ahead:
-    """What is known around the ticks to plan.
+    """The surroundings of the ticks to plan.
 
     Attributes:
         first_tick: Number of the first of them.
-        before: The ticks before it that share the pipeline with it, whose samples are
-            not of the jobs to plan.
-        most_work: Work after which no further tick begins; infinity: all is planned.
+        before: The ticks before it that share the pipeline with it. Their samples do
+            not belong to the jobs to plan.
+        most_work: Work after which no further tick begins; infinity: everything is
+            planned.
         most_ticks: Number of ticks after which no further one begins.
         work_left: Work of all jobs; infinity if it is more than `most_work`.
     """
@@ -69,8 +70,7 @@ class Ahead:
     work_left: float = math.inf
 
 
-# Planned ticks, and those planned behind them, which only serve to judge and polish
-# them.
+# Planned ticks, and the ticks after them, which only serve to judge and polish them.
 _Plan = tuple[list[PartTick], list[PartTick]]
 
 
@@ -83,14 +83,14 @@ def plan_ticks(
     *,
     everywhere: bool = False,
 ) -> list[Tick]:
-    """Plans ticks in several ways; returns those that do their work first.
+    """Plans ticks in several ways, and returns the plan that does the work first.
 
     Args:
         queue: The jobs, which stay as they are.
         limits: Limits of a microbatch.
         lanes: The lanes.
         cost: Times of a microbatch on one lane.
-        ahead: What is known around the ticks.
+        ahead: The surroundings of the ticks.
         everywhere: Whether to polish all ticks, and not only those where the pipeline
             fills and drains.
     """
@@ -117,7 +117,7 @@ def plan_many_ticks(
 ) -> list[Tick]:
     """Plans all ticks in the way that is the best for the first ones.
 
-    This takes less time than `plan_ticks`, by which ticks are shorter.
+    This takes less time than `plan_ticks`, whose plans are better.
 
     Args:
         queue: The jobs, which are advanced to their ends.
@@ -140,8 +140,8 @@ class _Way:
 
     Attributes:
         fill: How to fill them.
-        limits: Limits of a microbatch, or of one on all lanes together.
-        lanes: The lanes, or one in the place of all of them.
+        limits: Limits of a microbatch, or of one that fills all lanes together.
+        lanes: The lanes, or one lane in place of all of them.
         ramps: Splits batches that run alone.
     """
 
@@ -211,7 +211,7 @@ def _ranked(
     cost: CostModel,
     before: Sequence[Tick],
 ) -> list[int]:
-    """Returns the places of plans; the first to finish the common work leads."""
+    """Returns the indices of plans; the first to finish the common work leads."""
     n, works, times = lanes.num_lanes, [], []
     for ticks, behind in plans:
         tokens = [sum(s.num_tokens for m in t for s in m) for t in ticks]
@@ -219,7 +219,7 @@ def _ranked(
         padded = [(*t, *((),) * (n - len(t))) for t in (*before, *ticks, *behind)]
         schedule = Schedule(microbatches=tuple(itertools.chain(*padded)), limits=limits)
         run = simulate(schedule, cost, lanes.pipeline, num_lanes=n)
-        # A tick is done when the first stage has run it backward.
+        # A tick is done when the first stage has run its backward pass.
         first = len(before)
         times.append(run.backward_end[0, first : first + len(ticks)])
     common = min(work[-1] for work in works)

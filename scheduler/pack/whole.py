@@ -32,7 +32,8 @@ from jaxlora.scheduler.types import (
     check_fits,
 )
 
-# Samples of a plan that is polished, and compared with other orders.
+# Plans of more samples are not polished, and those of more samples or jobs are not
+# compared with other orders.
 _FEW_SAMPLES = 1024
 _FEW_JOBS = 64
 # Other orders are only tried if a plan exceeds the bound by more than this.
@@ -87,7 +88,7 @@ def pack(
 def _others(
     samples: Sequence[Sample], limits: Limits, lanes: Lanes, cost: CostModel
 ) -> list[Schedule]:
-    """Returns plans of other kinds, of which few jobs may have a better one.
+    """Returns plans of other kinds, one of which may be better for a few jobs.
 
     Packing by rounds and mLoRA's order are sometimes better where batches are tiny, and
     bridges where one job has most of the work.
@@ -142,7 +143,8 @@ def arrange(
     """Arranges microbatches in ticks by list scheduling.
 
     A microbatch waits until all earlier batches of its jobs are `distance` ticks old.
-    Those on which the longest chain of others waits come first, then the earlier ones.
+    Those with the longest chain of others waiting for them come first, then the earlier
+    ones.
 
     Args:
         microbatches: The microbatches, in an order in which they could run one by one.

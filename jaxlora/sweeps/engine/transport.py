@@ -2,11 +2,11 @@
 
 The driver listens; each worker gets the address and a secret key through its standard
 input, and connects back. Both ends prove that they have the key before a message is
-read. A worker whose connection ends knows that the driver is gone, and the driver that
-the worker is.
+read. When a connection ends, the worker knows that the driver is gone, and the driver
+that the worker is.
 
-One thread for each connection reads, and one writes: a process that is stopped amid a
-message, or reads nothing, must not stop the driver, too.
+One thread for each connection reads, and one writes, so that a process that stops in
+the middle of a message, or reads nothing, does not block the driver.
 """
 
 import contextlib
@@ -37,10 +37,13 @@ from jaxlora.sweeps.engine.launch import Launcher, Lost, Process
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
-_PEER_SECONDS = 60  # without a sign of the peer's host, after which a connection ends
+# A connection ends when the peer's host has given no sign of life for this time.
+_PEER_SECONDS = 60
 _DOOR_SECONDS = 60  # in which a peer must prove that it has the key
-_LEAVE_SECONDS = 10.0  # for a process to end when its connection has
-_WAIT_SECONDS = 0.5  # of these, for which nothing else is done
+# Time for a process to end once its connection has ended, and the part of it for which
+# the driver does nothing else.
+_LEAVE_SECONDS = 10.0
+_WAIT_SECONDS = 0.5
 
 
 class _Worker:
@@ -66,13 +69,13 @@ class _Worker:
 
 
 class Workers:
-    """Starts workers and passes messages; one thread calls the methods.
+    """Starts workers and passes messages; only one thread may call the methods.
 
     At most one worker of a group lives at any time.
     """
 
     def __init__(self, launcher: Launcher):
-        """Listens for workers; none runs.
+        """Listens for workers; none runs yet.
 
         Args:
             launcher: Starts their processes.
@@ -82,13 +85,13 @@ class Workers:
         self._address = self._listener.address
         self._is_closed = False
         self._workers: dict[int, _Worker] = {}  # by group
-        self._started: list[_Worker] = []  # by the number that they say
+        self._started: list[_Worker] = []  # by the number that each one sends
         self._found: queue.SimpleQueue[tuple[_Worker, bytes | None]]
         self._found = queue.SimpleQueue()
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
 
     def _accept(self) -> None:
-        """Accepts connections, each of which gets a thread that may wait for it."""
+        """Accepts connections, each of which gets a thread of its own."""
         while True:
             try:
                 connection = self._listener.accept()
@@ -133,11 +136,11 @@ class Workers:
         self._found.put((worker, None))
 
     def start(self, group: int, folder: pathlib.Path) -> bool:
-        """Starts the worker of a group, unless its devices are not there now.
+        """Starts the worker of a group, unless its devices are not available now.
 
         Args:
             group: Number of the group.
-            folder: Folder of its run, which is made, with the worker's log.
+            folder: Folder of its run and of the worker's log, which is created.
 
         Returns:
             Whether it was started.
@@ -158,13 +161,14 @@ class Workers:
                 worker.outbox.put(m.encode(message))
 
     def receive(self, timeout: float) -> list[tuple[int, m.FromWorker | Lost]]:
-        """Returns what has come, by group, in order of arrival.
+        """Returns what has arrived, with its group, in order of arrival.
 
         Args:
             timeout: Seconds to wait if nothing has.
 
         Raises:
-            ProcessError: Workers cannot be started any more; what follows still comes.
+            ProcessError: Workers cannot be started any more. Later calls still return
+                what arrives.
         """
         self._launcher.look()
         came: list[tuple[_Worker, bytes | None]] = []
@@ -213,14 +217,14 @@ class Workers:
 
 
 def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
-    """Writes messages to a connection until there is a None, or it ends."""
+    """Writes messages to a connection until a None comes, or the connection ends."""
     with contextlib.suppress(OSError):
         while (data := outbox.get()) is not None:
             connection.send_bytes(data)
 
 
 def _ending(worker: _Worker) -> Lost | None:
-    """Returns how a worker without a connection has ended; None if it has not."""
+    """Returns how a worker without a connection ended; None if it still runs."""
     assert worker.process is not None
     seconds = time.monotonic() - worker.left
     if seconds > _LEAVE_SECONDS:
@@ -243,7 +247,7 @@ def _limit_reads(connection: Connection, seconds: int) -> None:
 
 
 def watch_peer(connection: Connection) -> None:
-    """Lets a connection end when the host of the peer has not answered for a while."""
+    """Makes a connection end when the peer's host has not answered for a while."""
     with _socket_of(connection) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
@@ -256,7 +260,7 @@ def watch_peer(connection: Connection) -> None:
 
 
 class Link:
-    """The worker's end: sends, and receives in a thread."""
+    """The worker's end of a connection, which receives in a thread of its own."""
 
     def __init__(self, connection: Connection):
         """Makes the object; `listen` comes next.
@@ -268,7 +272,7 @@ class Link:
 
     @staticmethod
     def of_this_process() -> "Link":
-        """Connects to the driver that the standard input names, which it closes."""
+        """Connects to the driver that standard input names, and closes the input."""
         door = json.loads(sys.stdin.buffer.read())
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -287,11 +291,11 @@ class Link:
     def listen(
         self, receive: Callable[[m.ToWorker], None], ended: Callable[[], None]
     ) -> None:
-        """Calls functions from a thread of its own.
+        """Receives messages in a thread of its own.
 
         Args:
             receive: Is called with each message of the driver.
-            ended: Is called when the driver has ended, or wants this process to end.
+            ended: Is called when the driver has ended or wants this process to end.
         """
 
         def read() -> None:

@@ -12,7 +12,7 @@ from scripts.bench.fuse.programs import PROGRAMS, abstract
 H200 = "NVIDIA H200"
 
 # The calls of the kernels for q, k and v; o; gate and up; and down. Times of regions,
-# in us, forward and backward: docs/fuse.md.
+# in us, forward and backward: docs/measured/fuse.md.
 CALLS = {
     "layer": ["producer", "kernels", "producer and gate", "producer and gate"],
     # Here the norm before q, k and v was faster in the kernel: 1,377 for 1,393 us.
