@@ -162,7 +162,7 @@ def use_copy_engines() -> None:
 
 
 def has_symmetric_buffers() -> bool:
-    """Tells whether NCCL may gather from symmetric buffers here.
+    """Returns whether NCCL may gather from symmetric buffers here.
 
     They need GPUs that can address each other's memory. Hopper and newer GPUs of one
     host are taken to be able to, as most are connected by NVLink.

@@ -60,7 +60,7 @@ def value_of(atom: Atom, values: dict[Any, jax.Array]) -> jax.Array:
 
 
 def is_sorted(rows_per_choice: int) -> bool:
-    """Tells whether the rows of a selection are sorted by adapter.
+    """Returns whether the rows of a selection are sorted by adapter.
 
     They are if few consecutive rows are known to have the same adapter.
     """
@@ -78,7 +78,7 @@ def sorted_blocks(num_tokens: int, num_adapters: int) -> tuple[int, ...]:
 
 
 def is_in_blocks(site: Site) -> bool:
-    """Tells whether the rows of a site are token blocks as they are."""
+    """Returns whether the rows of a site are token blocks as they are."""
     num_rows = site.size_of(site.row_indices)
     if site.selection is not None and is_sorted(num_rows):
         return False

@@ -237,7 +237,7 @@ def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None
 
 
 def _has_own_head(config: ModelConfig, files: dict[str, TensorFile]) -> bool:
-    """Tells whether the weights hold a head that differs from the embedding."""
+    """Returns whether the weights hold a head that differs from the embedding."""
     if not config.tie_embeddings or not {_HEAD, _EMBEDDING} <= files.keys():
         return False
     head, embedding = (files[name].array(name) for name in (_HEAD, _EMBEDDING))

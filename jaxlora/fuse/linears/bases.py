@@ -129,7 +129,7 @@ def _is_shared(factor: Factor, form: Form, base: Term) -> bool:
 
 
 def is_same(first: Factor, second: Factor) -> bool:
-    """Tells whether two factors of a sum are the same array, read in the same way."""
+    """Returns whether two factors of a sum are the same array, read in the same way."""
     kinds = [(f.dims, f.dtype, f.keeps, f.choice) for f in (first, second)]
     return first.var is second.var and kinds[0] == kinds[1]
 

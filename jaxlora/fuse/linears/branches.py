@@ -247,7 +247,7 @@ def _branch(n: Normalizer, linear: Linear, term: Term) -> _Found:
 
 
 def _is_base_again(linear: Linear, factors: Sequence[Factor]) -> bool:
-    """Tells whether a term is the frozen product, with other scales."""
+    """Returns whether a term is the frozen product, with other scales."""
     outer = {*linear.rows, *linear.out_indices}
     inside = [f for f in factors if not set(f.indices) <= outer]
     return len(inside) == 1 and inside[0].var is linear.w.var

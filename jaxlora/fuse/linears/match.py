@@ -132,7 +132,7 @@ class _Finder:
     def _find_obstacle(
         self, lenient: LenientNormalizer, number: int, root: core.Var
     ) -> bool:
-        """Tells whether a sum would be a linear without what is not linear in it."""
+        """Returns whether a sum would be a linear without what is not linear in it."""
         form = lenient.form(root)
         if len(form.terms) < 2:
             return False
@@ -272,7 +272,7 @@ class _Finder:
         return False
 
     def _is_refused(self, form: Form, reason: str) -> bool:
-        """Tells whether a sum inside a sum was refused for the same reason."""
+        """Returns whether a sum inside a sum was refused for the same reason."""
         inside = (self.refusals.get(n) for t in form.terms for n in t.equations)
         return any(refusal.reason == reason for refusal in inside if refusal)
 

@@ -50,18 +50,18 @@ def inputs_in(form: Form, linear: Linear) -> list[Dims]:
 
 
 def has_input(form: Form, linear: Linear) -> bool:
-    """Tells whether a value is computed from x."""
+    """Returns whether a value is computed from x."""
     return bool(inputs_in(form, linear))
 
 
 def is_product(form: Form, linear: Linear) -> bool:
-    """Tells whether a value is a product of x with a weight, such as s."""
+    """Returns whether a value is a product of x with a weight, such as s."""
     is_sum = any(t.rounded is not None for t in form.terms)
     return is_sum and has_input(form, linear) and not holds_features(form, linear)
 
 
 def holds_features(form: Form, linear: Linear) -> bool:
-    """Tells whether the features of x are not summed."""
+    """Returns whether the features of x are not summed."""
     held = set(form.indices)
     return any(
         set(dim) & held
@@ -81,7 +81,7 @@ def mask_var(linear: Linear) -> Any:
 
 
 def is_masked(form: Form, linear: Linear) -> bool:
-    """Tells whether a value is computed from the mask."""
+    """Returns whether a value is computed from the mask."""
     mask = mask_var(linear)
     return mask is not None and any(
         f.var is mask for t in form.terms for f in t.factors
@@ -101,7 +101,7 @@ def row_axes(form: Form, linear: Linear) -> set[int]:
 
 
 def sums_axes(eqn: Any, value: core.Var, axes: set[int]) -> bool:
-    """Tells whether an equation is a matmul that sums a value over exactly these axes.
+    """Returns whether an equation is a matmul that sums a value over exactly these axes.
 
     They may also be batch dimensions of the matmul, as for adapters of their own.
     """
@@ -192,7 +192,7 @@ class Readers:
     def _only_sum_rows(
         self, value: core.Var, form: Form, linear: Linear, users: Sequence[int]
     ) -> bool:
-        """Tells whether users only sum s or the masked x over its rows, as dA does."""
+        """Returns whether users only sum s or the masked x over its rows, as dA does."""
         if is_product(form, linear):
             sizes, (x, *_) = self.normalizer.indices, inputs_in(form, linear)
             held = {i for dim in x for i in dim}
@@ -204,7 +204,7 @@ class Readers:
         return len(eqns) == len(users) and all(sums_axes(e, value, axes) for e in eqns)
 
     def _drop_gradients(self, users: Sequence[int], linear: Linear) -> bool:
-        """Tells whether users of a mask only drop elements of the branch's gradient.
+        """Returns whether users of a mask only drop elements of the branch's gradient.
 
         That is a product with the A of a branch that has the mask, as in a function
         that already is a gradient.
@@ -228,7 +228,7 @@ class Readers:
         return True
 
     def keep_s(self, candidate: Candidate) -> bool:
-        """Tells whether s is computed beside the kernels, as a gradient reads it."""
+        """Returns whether s is computed beside the kernels, as a gradient reads it."""
         return any(
             not set(self.users[value]) <= candidate.equations
             and is_product(self.normalizer.form(value), candidate.linear)

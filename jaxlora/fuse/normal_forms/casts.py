@@ -20,7 +20,7 @@ from jaxlora.fuse.normal_forms.normal import Normalizer
 
 
 def is_float(aval: Any) -> bool:
-    """Tells whether an array has floating-point numbers."""
+    """Returns whether an array has floating-point numbers."""
     return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
@@ -63,7 +63,7 @@ def cast_term(term: Term, dtype: np.dtype) -> Term:
 
 
 def _was_rounded(factor: Factor) -> bool:
-    """Tells whether a factor is cast to a smaller dtype than its array's."""
+    """Returns whether a factor is cast to a smaller dtype than its array's."""
     aval: Any = factor.var.aval
     return factor.is_number and factor.dtype.itemsize < aval.dtype.itemsize
 

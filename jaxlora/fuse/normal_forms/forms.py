@@ -321,7 +321,7 @@ def narrower(first: np.dtype | None, second: np.dtype | None) -> np.dtype | None
 
 
 def holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    """Tells whether every value of one type of numbers is a value of another.
+    """Returns whether every value of one type of numbers is a value of another.
 
     Neither of float16 and bfloat16 holds the other.
     """
@@ -404,7 +404,7 @@ def is_moderate(number: float, dtype: Any) -> bool:
 
 
 def only_masks(form: Form) -> bool:
-    """Tells whether a value is a product of masks."""
+    """Returns whether a value is a product of masks."""
     return len(form.terms) == 1 and all(not f.is_number for f in form.terms[0].factors)
 
 

@@ -30,7 +30,7 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
 
 
 def is_zero_or_one(graph: Graph, atom: Atom) -> bool:
-    """Tells whether every element of an array of whole numbers is 0 or 1.
+    """Returns whether every element of an array of whole numbers is 0 or 1.
 
     Args:
         graph: The jaxpr.

@@ -72,7 +72,7 @@ def _is_rounded_alike(first: Term, second: Term) -> bool:
 def same_product(
     n: Normalizer, first: Term, second: Term, outer: frozenset[Index]
 ) -> bool:
-    """Tells whether two terms have the same factors, but for the names of sums.
+    """Returns whether two terms have the same factors, but for the names of sums.
 
     Args:
         n: Knows the sizes of indices.

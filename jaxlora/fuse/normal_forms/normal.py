@@ -42,13 +42,13 @@ class Rule:
     reads: frozenset[str] = frozenset()
 
     def covers(self, eqn: Any) -> bool:
-        """Tells whether the rule knows all that an equation's parameters ask for."""
+        """Returns whether the rule knows all that an equation's parameters ask for."""
         others = (v for name, v in eqn.params.items() if name not in self.reads)
         return not any(value and not _is_whole(value) for value in others)
 
 
 def _is_whole(value: Any) -> bool:
-    """Tells whether a parameter is the sharding of an array that is not split."""
+    """Returns whether a parameter is the sharding of an array that is not split."""
     spec = value.spec if isinstance(value, jax.sharding.NamedSharding) else (value,)
     return all(axis is None for axis in spec)
 
@@ -227,14 +227,14 @@ def _has_moderate_constants(term: Term, out: core.Var) -> bool:
 
 
 def _rounds(eqn: Any) -> bool:
-    """Tells whether an equation casts to a smaller dtype."""
+    """Returns whether an equation casts to a smaller dtype."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
     is_cast = eqn.primitive.name == "convert_element_type"
     return is_cast and out.aval.dtype.itemsize < source.aval.dtype.itemsize
 
 
 def is_arithmetic(aval: Any) -> bool:
-    """Tells whether values are numbers, for which sums and products are defined."""
+    """Returns whether values are numbers, for which sums and products are defined."""
     return jnp.issubdtype(aval.dtype, jnp.number)
 
 

@@ -113,7 +113,7 @@ def _times(n: Normalizer, first: Form, second: Form, eqn: Any) -> Form:
 
 
 def _worth_multiplying(first: Form, second: Form) -> bool:
-    """Tells whether an elementwise product is more than a new array.
+    """Returns whether an elementwise product is more than a new array.
 
     It is if one value is a mask, a scalar, a vector that scales sums or that each row
     chooses, or if neither has all indices, as in a matrix product that is written as a

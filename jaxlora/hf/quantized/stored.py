@@ -66,7 +66,7 @@ class StoredTensor:
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def allows(self, shape: tuple[int, ...]) -> bool:
-        """Tells whether the tensor may have a shape."""
+        """Returns whether the tensor may have a shape."""
         return shape in self.shapes if self.shapes else len(shape) == 1
 
 

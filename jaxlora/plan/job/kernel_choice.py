@@ -190,5 +190,5 @@ def present_capability() -> str | None:
 
 
 def is_blackwell(capability: str) -> bool:
-    """Tells whether a GPU is a Blackwell GPU, on which jaxlora is untested."""
+    """Returns whether a GPU is a Blackwell GPU, on which jaxlora is untested."""
     return capability.startswith(_BLACKWELL)

@@ -74,7 +74,7 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def is_same(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> bool:
-    """Tells whether two programs are the same, with their constants."""
+    """Returns whether two programs are the same, with their constants."""
     pairs = zip(first.consts, second.consts, strict=False)
     same = len(first.consts) == len(second.consts) and all(
         one is other or np.array_equal(one, other) for one, other in pairs

@@ -107,7 +107,7 @@ def compare(
 
 
 def is_fused_alike(draw: Draw) -> bool:
-    """Tells whether the default back end leaves a function, or fuses it as XLA's."""
+    """Returns whether the default back end leaves a function, or fuses it as XLA's."""
     with settings(x64=draw.x64):
         p, function = body.arguments(draw), original(draw)
         kept, *fused = (
