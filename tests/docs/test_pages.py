@@ -52,6 +52,21 @@ def test_links_lead_to_files_and_headings():
     assert not broken
 
 
+def test_lines_fit_a_screen():
+    """Prose is wrapped; tables, code and links cannot be."""
+    long = []
+    for page in pages.pages():
+        if page.parent.name == "log" or page.name == "CHANGELOG.md":
+            continue
+        is_code, lines = False, page.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            is_code ^= line.lstrip().startswith(("```", "~~~"))
+            is_prose = not is_code and not line.startswith(("    ", "|"))
+            if is_prose and len(line) > 120 and " " in line.strip():
+                long.append(f"{page.relative_to(pages.ROOT)}:{number}")
+    assert not long
+
+
 TABLES = sorted(pages.DOCS.rglob("*.csv"))
 
 

@@ -101,7 +101,7 @@ def row_axes(form: Form, linear: Linear) -> set[int]:
 
 
 def sums_axes(eqn: Any, value: core.Var, axes: set[int]) -> bool:
-    """Returns whether an equation is a matmul that sums a value over exactly these axes.
+    """Returns whether an equation is a matmul that sums a value over just these axes.
 
     They may also be batch dimensions of the matmul, as for adapters of their own.
     """
@@ -192,7 +192,7 @@ class Readers:
     def _only_sum_rows(
         self, value: core.Var, form: Form, linear: Linear, users: Sequence[int]
     ) -> bool:
-        """Returns whether users only sum s or the masked x over its rows, as dA does."""
+        """Returns whether users only sum s or the masked x over rows, as dA does."""
         if is_product(form, linear):
             sizes, (x, *_) = self.normalizer.indices, inputs_in(form, linear)
             held = {i for dim in x for i in dim}
