@@ -253,10 +253,7 @@ class Polish:
         is_legal &= (low[batch] <= to_tick) & (to_tick <= high[batch])
         is_legal &= ((low[back] <= own_tick) & (own_tick <= high[back])) | (take < 0)
         saved = np.where(is_legal, saved, 0.0)
-        num = min(2 * _MAX_EXCHANGES, saved.size)
-        best = np.sort(np.argpartition(-saved, num - 1, axis=None)[:num])
-        best = best[np.argsort(-saved.ravel()[best], kind="stable")]
-        best = best[saved.ravel()[best] > 0]
+        best = first_largest(saved.ravel(), 2 * _MAX_EXCHANGES)
         rows, columns = np.unravel_index(best, saved.shape)
         found = _Exchanges(items[rows], to[columns], take[columns])
         tokens, _ = self._changes(found)
@@ -419,6 +416,21 @@ class Polish:
         for item, place in zip(self._items, self._place, strict=True):
             out[place].append(item)
         return out
+
+
+def first_largest(values: np.ndarray, num: int) -> np.ndarray:
+    """Returns the places of the largest positive values, the largest first.
+
+    Equal ones are in order. `np.argpartition` chooses among those by the features of
+    the processor, and all processes of a run must make the same plans.
+
+    Args:
+        values: The values.
+        num: Number of places at most.
+    """
+    least = np.partition(values, -num)[-num] if num < len(values) else 0.0
+    places = np.flatnonzero((values > 0) & (values >= least))
+    return places[np.argsort(-values[places], kind="stable")][:num]
 
 
 @functools.cache

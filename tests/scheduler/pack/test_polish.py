@@ -23,7 +23,7 @@ from jaxlora.scheduler import (
 )
 from jaxlora.scheduler.pack.fill import fill_ticks
 from jaxlora.scheduler.pack.jobs import JobQueue, WorkModel, job_batches
-from jaxlora.scheduler.pack.polish import Polish
+from jaxlora.scheduler.pack.polish import Polish, first_largest
 from jaxlora.scheduler.pack.ramps import Ramps
 from jaxlora.scheduler.pack.segment import Segment
 from jaxlora.scheduler.papers import mlora
@@ -185,3 +185,12 @@ def test_joint_is_never_behind_mloras_order(num_stages, batch_size):
     theirs = mlora.pack(samples, limits, pipeline)
     times = [simulate(s, cost, pipeline).makespan for s in (ours, theirs)]
     assert times[0] <= times[1]
+
+
+@pytest.mark.parametrize("num", [1, 7, 256, 5000, 9000])
+def test_equal_exchanges_are_chosen_in_their_order(num):
+    """On every processor, so that all processes of a run make the same plans."""
+    values = np.round(np.random.default_rng(0).random(5000) * 20) - 2
+    order = sorted(range(5000), key=lambda i: (-values[i], i))
+    expected = [i for i in order if values[i] > 0][:num]
+    assert first_largest(values, num).tolist() == expected
