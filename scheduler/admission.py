@@ -56,7 +56,7 @@ def preempt(
     A job is paused only for a job of strictly higher priority, and no more jobs are
     paused than necessary. The job with the lowest priority is paused first; among equal
     priorities, the one that arrived last. The caller lets a paused job finish its
-    current batch (`Planner.pause`).
+    current batch.
 
     Args:
         running: Running jobs, in order of arrival.
