@@ -29,9 +29,9 @@ _WIDTH = 32
 # The search takes about a second for this number of batches.
 _MAX_BATCHES = 1024
 
-# Rounds whose ticks are placed by simulation, which takes two seconds for this number of
-# rounds of eight jobs on eight stages, and plans that are simulated together, at most.
-_MAX_PLACED = 24
+# Rounds whose ticks are placed by simulation, at most, which takes a few seconds for
+# eight jobs on eight stages; and plans that are simulated together, at most.
+_MAX_PLACED = 32
 _REACH = 3  # ticks that a job moves at once
 _MAX_TOGETHER = 128
 
