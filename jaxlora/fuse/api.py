@@ -369,8 +369,8 @@ def _nothing_found(fn: Callable[..., Any], rewritten: Rewritten) -> str:
     near = (
         f"Near misses:{_lines(reasons)}"
         if reasons
-        else "No sum comes near x @ w + s * (x @ a) @ b; docs/fuse.md lists what is "
-        "found and what is refused."
+        else "No sum comes near x @ w + s * (x @ a) @ b; docs/reference/fuse.md "
+        "lists what is found and what is refused."
     )
     return (
         f"{_name(fn)} has no linear with a low-rank branch that can be fused. Use "

@@ -1,4 +1,4 @@
-"""The examples of docs/fuse.md run, and its pages name files that exist."""
+"""The examples of docs/fuse.md run, and its reference names files that exist."""
 
 import pathlib
 import re
@@ -42,5 +42,6 @@ def test_the_example_with_a_module_gives_the_same_numbers():
 
 def test_the_table_of_forms_names_files():
     folder = ROOT / "tests" / "jaxlora" / "fuse" / "forms"
-    files = re.findall(r"`(\w+\.py)`", TEXT)
+    page = ROOT / "docs" / "reference" / "fuse.md"
+    files = re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))
     assert files and all((folder / name).is_file() for name in files)
