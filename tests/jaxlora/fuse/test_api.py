@@ -138,7 +138,7 @@ def test_a_module_that_would_draw_the_same_mask_again_is_refused():
 
 
 def test_strict_says_where_to_look_if_nothing_comes_near():
-    with pytest.raises(FuseError, match=r"docs/fuse\.md"):
+    with pytest.raises(FuseError, match=r"docs/reference/fuse\.md"):
         fuse(jnp.tanh, strict=True)(arguments()[0])
 
 
