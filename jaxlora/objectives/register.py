@@ -17,7 +17,7 @@ from jaxlora.objectives.sample import TokenizedSample, TopLogprobs
 from jaxlora.objectives.table import OBJECTIVES
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-# What a step, or an evaluation after `eval_`, has in metrics.jsonl.
+# Keys that metrics.jsonl has for a step, or for an evaluation after `eval_`.
 _OF_STEPS = frozenset(
     [
         "event",

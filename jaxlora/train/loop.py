@@ -60,8 +60,8 @@ def train_run(
     ends = "finishing what is in flight, then writing a checkpoint"
     with StopRequest(ends) as stop, contextlib.ExitStack() as opened:
         opened.callback(run.store.close)  # waits for the last checkpoint
-        # What could refuse to resume the run comes before, and leaves the folder as it
-        # was.
+        # Everything that could refuse to resume the run came before, so that the folder
+        # was left as it was.
         if processes.is_first():
             clean_up(run.folder)
         inbox = Inbox(run.folder, run.live)

@@ -50,7 +50,7 @@ class Position:
 
     @property
     def share(self) -> float:
-        """What is left of its share of the run."""
+        """The part of its share of the run that is left."""
         return self.first_share + self.num_left * (self.share_per_batch or 0.0)
 
 
@@ -89,6 +89,7 @@ class StreamState:
         # One of lower priority may have waited for long, with all of its share left.
         level = (p for p in self.positions if p.priority == position.priority)
         most = max((p.share for p in level if p.share_per_batch), default=1.0)
+        # Not `most / num_left`, whose last bit can order jobs in another way.
         each, first = 1 / (position.num_left / most), 0.0
         if pace == "equal":
             each = position.batch_tokens

@@ -133,7 +133,7 @@ def _rest(kinds: Kinds, gpus: int) -> Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Load:
-    """What the configurations of a group sum up to.
+    """Sums over the configurations of a group.
 
     Attributes:
         shape: The group's shape.

@@ -1,4 +1,4 @@
-"""What benchmarks share: options, timing, the columns of every row, and tables."""
+"""The shared parts of benchmarks: options, timing, columns of every row, tables."""
 
 import argparse
 import dataclasses

@@ -53,11 +53,8 @@ def streamed(kind: str, num_lanes: int, num_stages: int, cost: CostModel) -> lis
         batches.setdefault(s.owner, {}).setdefault(s.batch, []).append(s.num_tokens)
     lanes = Lanes(data=num_lanes, pipeline=Pipeline.one_f_one_b(num_stages))
     limits = Limits(capacity=KINDS[kind].capacity, block_tokens=BLOCK)
-    rules, state, ticks = (
-        Rules(limits=limits, lanes=lanes, cost=cost),
-        StreamState(),
-        [],
-    )
+    rules = Rules(limits=limits, lanes=lanes, cost=cost)
+    state, ticks = StreamState(), []
     for job, of_job in batches.items():
         tokens = sum(map(sum, of_job.values())) / len(of_job)
         place = {"job": job, "owner": job, "batch": 0, "num_batches": len(of_job)}
@@ -71,13 +68,11 @@ def streamed(kind: str, num_lanes: int, num_stages: int, cost: CostModel) -> lis
 
 def shaped(kind: str, num_stages: int, padding: float) -> CostModel:
     """Returns costs of one compiled shape, whose padding takes a share of the time."""
-    capacity = KINDS[kind].capacity
-    one = AffineCost(
-        base=0.5 * padding * capacity, per_token=0.5 * (1 - padding), per_square=0.0
-    )
-    buckets = (capacity,) if padding == 1 else ()
-    if padding == 1:
-        one = AffineCost(base=0.0, per_token=0.5, per_square=0.0)
+    capacity, buckets = KINDS[kind].capacity, ()
+    base, per_token = 0.5 * padding * capacity, 0.5 * (1 - padding)
+    if padding == 1:  # all microbatches have the time of their shape
+        base, per_token, buckets = 0.0, 0.5, (capacity,)
+    one = AffineCost(base=base, per_token=per_token, per_square=0.0)
     return CostModel.uniform(num_stages, forward=one, backward=one, buckets=buckets)
 
 

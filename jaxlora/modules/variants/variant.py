@@ -226,7 +226,7 @@ class Variant:
         saved: Mapping[str, np.ndarray],
         shapes: Sequence[Sequence[int]],
     ) -> Any:
-        """What all linears of a saved adapter share; None: nothing.
+        """Reads what all linears of a saved adapter share; None: nothing.
 
         Args:
             folder: The folder, for errors.

@@ -32,7 +32,7 @@ from tests.jaxlora.train.runs import (
 
 @pytest.fixture(autouse=True)
 def table():
-    """What a test registers is forgotten."""
+    """Forgets the objectives that a test registers."""
     before = dict(OBJECTIVES)
     yield
     OBJECTIVES.clear()

@@ -76,7 +76,7 @@ NO_WEIGHTS = ParkedSlot(params={}, optimizer_state={"mu": {}, "nu": {}})
 
 
 def test_a_copy_goes_on_and_counts_its_best_anew():
-    """What is best is exported by name, and the copy has exported nothing."""
+    """The best weights are exported by name, and the copy has exported nothing."""
     parent, copy = job(), job(name="copy")
     evaluate(parent, [(2.0, 0.5), (1.0, 0.6), (3.0, 0.5)], is_maximized=True)
     assert parent.progress.evals_without_gain == 1

@@ -5,14 +5,18 @@ import fcntl
 import importlib.util
 import signal
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxlora.models.registry import model_config
 from jaxlora.plan.job import kernel_choice
 from jaxlora.profile import training
 from jaxlora.programs import program
 from scripts.bench.kernel_times import Kernel
+from scripts.bench.shapes import config_json
 from scripts.bench.step import measure
-from scripts.bench.step.cases import FROZEN, PEER, ROWS, Case
+from scripts.bench.step.cases import FROZEN, PEER, ROWS, Case, microbatches
 from tests.scripts.bench.tables import broken_base
 
 TINY = Case(
@@ -123,3 +127,25 @@ def test_peers(row):
         assert "not installed" in found["skipped"]
     else:
         assert found["tokens"] == 128 and found["step_ms"] > 0
+
+
+def test_the_base_alone_has_gradients_from_every_job():
+    """Products of zeros draw less power, so a base that had them would look fast."""
+    model = model_config(config_json("tiny", 1))
+    drawn = microbatches(TINY, model.vocab_size)
+    plan, _ = measure.plan_row(TINY, ROWS[FROZEN], model, drawn)
+    training, batch = measure.BaseAlone(plan), drawn[0].packed
+
+    weights = batch.loss_inputs["next_token"]["weight"]
+
+    def gradient(weights):
+        inputs = {"next_token": {"weight": weights}}
+        weighted = dataclasses.replace(batch, loss_inputs=inputs)
+        (made,) = training.start([weighted])()
+        return made
+
+    is_first = np.repeat(batch.block_adapter == 0, TINY.block_tokens)
+    first = gradient(np.where(is_first, weights, 0))
+    second = gradient(np.where(is_first, 0, weights))
+    assert jnp.abs(first).max() > 0 and jnp.abs(second).max() > 0
+    np.testing.assert_allclose(gradient(weights), first + second, rtol=1e-4, atol=1e-6)
