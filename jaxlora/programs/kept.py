@@ -10,7 +10,7 @@ import logging
 import os
 import pathlib
 import pickle
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.experimental import serialize_executable
@@ -31,6 +31,35 @@ class DamagedEntryError(Exception):
     """An entry cannot be used; the text says why."""
 
 
+@runtime_checkable
+class HasMemory(Protocol):
+    """A program that says how much memory it needs, such as `jax.stages.Compiled`."""
+
+    def memory_analysis(self) -> Any:
+        """Returns sizes as in `ProgramMemory`; None: the compiler reports none."""
+        ...
+
+
+class ProgramMemory(NamedTuple):
+    """Memory of a program, by the names of `jax.stages.Compiled.memory_analysis`.
+
+    XLA takes half a second to work it out for a deep model's step, so it is kept.
+    """
+
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+    @staticmethod
+    def of(program: HasMemory) -> "ProgramMemory | None":
+        """Returns what the compiler reports; None if it reports nothing."""
+        found = program.memory_analysis()
+        if found is None:
+            return None
+        return ProgramMemory(*(getattr(found, name) for name in ProgramMemory._fields))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPrograms:
     """The folder.
@@ -46,6 +75,10 @@ class KeptPrograms:
     def path(self, key: str) -> pathlib.Path:
         """Returns the path of an entry."""
         return self.folder / f"{key}{_SUFFIX}"
+
+    def has(self, key: str) -> bool:
+        """Whether there is such an entry, which may be damaged."""
+        return self.path(key).exists()
 
     def read(self, key: str) -> bytes | None:
         """Returns what was written under a key; None if there is no such entry.
@@ -93,24 +126,31 @@ def serialize(compiled: jax.stages.Compiled, what: str) -> bytes | None:
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
         devices = [device.id for device in unloaded.device_list]
-        return pickle.dumps((executable, out_tree, devices))
+        memory = ProgramMemory.of(compiled)
+        return pickle.dumps((executable, out_tree, devices, memory and tuple(memory)))
     except Exception as error:  # a back end or a structure that has no such form
         logger.info("%s is not kept: %s", what, error)
         return None
 
 
-def deserialize(entry: bytes, args: tuple[Any, ...]) -> jax.stages.Compiled:
+def deserialize(
+    entry: bytes, args: tuple[Any, ...]
+) -> tuple[jax.stages.Compiled, ProgramMemory | None]:
     """Loads a program on its devices.
 
     Args:
         entry: What `serialize` returned. It must come from this user.
         args: Arguments that the program was compiled for, or their shapes.
+
+    Returns:
+        The program, and its memory.
     """
-    executable, out_tree, devices = pickle.loads(entry)
+    executable, out_tree, devices, memory = pickle.loads(entry)
     by_id = {device.id: device for device in jax.devices()}
-    return serialize_executable.deserialize_and_load(
+    compiled = serialize_executable.deserialize_and_load(
         executable,
         jax.tree.structure((args, {})),
         out_tree,
         execution_devices=[by_id[number] for number in devices],
     )
+    return compiled, None if memory is None else ProgramMemory(*memory)

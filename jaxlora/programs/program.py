@@ -24,6 +24,7 @@ from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_lo
 from jaxlora.programs.kept import (
     DamagedEntryError,
     KeptPrograms,
+    ProgramMemory,
     deserialize,
     serialize,
 )
@@ -194,17 +195,15 @@ class Prepared:
         self._jitted, self._args = jitted, shapes_of(args)
         self._lowered: jax.stages.Lowered | None = None
         self._compiled: jax.stages.Compiled | None = None
+        self._memory: ProgramMemory | None = None  # of a loaded program
         self._kept = _kept()
         self._key = program_key(identity, args) if self._kept is not None else ""
-        entry = self._read()
         # All processes of a run load a program, or all compile it.
-        if processes.any_of(entry is None):
+        if processes.any_of(not self._is_there()):
             self._future = self._start_compiling()
         else:
-            assert entry is not None
             self.is_loaded = True
-            prepare_to_load()
-            self._future = in_background(functools.partial(self._load, entry))
+            self._future = in_background(self._load)
         if processes.count() > 1:  # in the same order on all of them
             self.compiled()
 
@@ -237,30 +236,40 @@ class Prepared:
             return self._lowered.out_info
         return self.compiled().out_info
 
-    def _read(self) -> bytes | None:
+    def memory_analysis(self) -> ProgramMemory | None:
+        """Waits for the program, and returns its memory; None: it is not reported."""
+        compiled = self.compiled()
+        return self._memory if self.is_loaded else ProgramMemory.of(compiled)
+
+    def _is_there(self) -> bool:
+        """Whether an earlier program is kept, or this process has just kept it."""
         if self._kept is None:
-            return None
+            return False
         if (writer := _Kept.writers.get(self._key)) is not None:
             writer.join()
+        return self._kept.has(self._key)
+
+    def _load(self) -> jax.stages.Compiled | None:
+        """Reads the entry, checks it and loads it; None if it cannot be used."""
+        assert self._kept is not None
+        began = time.perf_counter()
         try:
-            return self._kept.read(self._key)
+            if (entry := self._kept.read(self._key)) is None:
+                return None  # another process has removed it
+            prepare_to_load()
+            compiled, self._memory = deserialize(entry, self._args)
         except DamagedEntryError as error:
             self._reject(str(error))
             return None
-
-    def _reject(self, why: str) -> None:
-        assert self._kept is not None
-        _reject(self._kept.path(self._key), self.what, "compiled instead", why)
-
-    def _load(self, entry: bytes) -> jax.stages.Compiled | None:
-        began = time.perf_counter()
-        try:
-            compiled = deserialize(entry, self._args)
         except Exception as error:  # whatever a pickle of another kind may raise
             self._reject(f"{type(error).__name__}: {error}"[:200])
             return None
         self.seconds += time.perf_counter() - began
         return compiled
+
+    def _reject(self, why: str) -> None:
+        assert self._kept is not None
+        _reject(self._kept.path(self._key), self.what, "compiled instead", why)
 
     def _start_compiling(self) -> Future:
         began = time.perf_counter()

@@ -145,8 +145,6 @@ class Loop:
                     if self._take_requests(waits=True) or more or self._wait():
                         continue
                     break
-                if run.plan.config.checkpoint_every:
-                    store.prepare(run.slots)
                 self._train_microbatches()
                 self._take_requests()
             if store.latest != run.round:
@@ -262,6 +260,8 @@ class Loop:
         run = self._run
         run.round += 1
         self._has_stepped = run.has_events = False
+        if run.plan.config.checkpoint_every:
+            run.store.prepare(run.slots)
         self._due = self._in_round()
         self._window.num_rounds += 1
         is_last = run.round % run.plan.config.window_steps == 0

@@ -168,9 +168,10 @@ class RunStore:
     def prepare(self, slots: StagedSlots) -> None:
         """Prepares for the first checkpoint, in the thread that writes; once.
 
-        It opens the library that writes checkpoints, and lets the allocator get memory
-        for a snapshot from the system. If that fails, the checkpoint fails and says so.
-        Beside the start of the jobs, which copies to the device, it would delay them.
+        It opens the library that writes checkpoints, which takes a second of Python's
+        lock, and lets the allocator get memory for a snapshot from the system. Before
+        the first steps, it would delay them. If it fails, the checkpoint fails and says
+        so.
 
         Args:
             slots: The slots of the run.
