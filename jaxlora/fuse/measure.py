@@ -168,7 +168,7 @@ class BothPasses:
 
 def _lowered(program: BothPasses) -> jax.stages.Lowered:
     # It is traced in this thread, because JAX's settings belong to a thread. It is not
-    # lowered by `lower_program`, in whose worker processes kernels are lowered: JAX
+    # traced by `trace_program`, in whose worker processes kernels are lowered: JAX
     # caches traces of kernels, and the fused function, which shares them, may also run
     # uncompiled.
     return jax.jit(program.function).lower(program.values, program.gradients)

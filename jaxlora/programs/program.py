@@ -20,7 +20,13 @@ from jaxlora.common import console
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
 from jaxlora.distributed import processes
-from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_load
+from jaxlora.pallas_kernels import (
+    compile_program,
+    lowers_elsewhere,
+    prepare_to_load,
+    start_workers,
+    trace_program,
+)
 from jaxlora.programs.kept import (
     DamagedEntryError,
     KeptPrograms,
@@ -74,17 +80,18 @@ def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
         identity: The name and all arguments of the function, for the key.
         compute: Computes the value, which JSON can hold.
     """
-    kept = _kept()
-    if kept is None:
-        return compute()
-    key = program_key(("value", identity), ())
-    try:
-        if (entry := kept.read(key)) is not None:
-            return json.loads(entry)
-    except (DamagedEntryError, ValueError) as error:
-        _reject(kept.path(key), what, "computed instead", str(error))
+    kept, key = _kept(), ""
+    if kept is not None:
+        key = program_key(("value", identity), ())
+        try:
+            if (entry := kept.read(key)) is not None:
+                return json.loads(entry)
+        except (DamagedEntryError, ValueError) as error:
+            _reject(kept.path(key), what, "computed instead", str(error))
+    start_workers()  # the programs of this run are probably new, too
     value = compute()
-    kept.write(key, json.dumps(value).encode())
+    if kept is not None:
+        kept.write(key, json.dumps(value).encode())
     return value
 
 
@@ -137,7 +144,7 @@ class Program:
     ) -> "Prepared":
         """Starts to load or to compile the program for arguments of these shapes.
 
-        Tracing is done when this returns; XLA goes on in a thread.
+        Tracing is done when this returns; a thread lowers and compiles.
 
         Args:
             *args: Arguments, or their shapes.
@@ -193,7 +200,7 @@ class Prepared:
         self.is_announced = self.is_finished = False
         self.began = time.perf_counter()
         self._jitted, self._args = jitted, shapes_of(args)
-        self._lowered: jax.stages.Lowered | None = None
+        self._traced: jax.stages.Traced | None = None
         self._compiled: jax.stages.Compiled | None = None
         self._memory: ProgramMemory | None = None  # of a loaded program
         self._kept = _kept()
@@ -216,7 +223,7 @@ class Prepared:
                 self.is_loaded = False
                 self._future = self._start_compiling()
                 found = self._future.result()
-            self._compiled, self._lowered = found, None
+            self._compiled, self._traced = found, None
         return self._compiled
 
     @property
@@ -232,8 +239,8 @@ class Prepared:
     @property
     def out_info(self) -> Any:
         """Shapes of the results, before the program is compiled if it is not loaded."""
-        if self._lowered is not None:
-            return self._lowered.out_info
+        if self._traced is not None:
+            return self._traced.out_info
         return self.compiled().out_info
 
     def memory_analysis(self) -> ProgramMemory | None:
@@ -276,9 +283,10 @@ class Prepared:
         with no_garbage_collection():
             if self._before_tracing is not None:
                 self._before_tracing()
-            lowered = self._lowered = lower_program(self._jitted, *self._args)
+            traced = self._traced = trace_program(self._jitted, *self._args)
+            lowered = None if lowers_elsewhere() else traced.lower()
         self.seconds += time.perf_counter() - began
-        return in_background(lambda: self._compile(lowered))
+        return in_background(lambda: self._compile(lowered or traced.lower()))
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         began = time.perf_counter()
