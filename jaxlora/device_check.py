@@ -35,7 +35,15 @@ def start_backend() -> None:
     """
     import jax
 
-    _starting[:] = [in_background(jax.default_backend)]
+    def start() -> str:
+        backend = jax.default_backend()
+        # The allocator takes its memory with the first array. An error of it comes
+        # again where an array is needed.
+        with contextlib.suppress(Exception):
+            jax.block_until_ready(jax.device_put(0))
+        return backend
+
+    _starting[:] = [in_background(start)]
 
 
 def import_while_starting(names: Iterable[str]) -> None:

@@ -41,10 +41,7 @@ class HasMemory(Protocol):
 
 
 class ProgramMemory(NamedTuple):
-    """Memory of a program, by the names of `jax.stages.Compiled.memory_analysis`.
-
-    XLA takes half a second to work it out for a deep model's step, so it is kept.
-    """
+    """Memory of a program, by the names of `jax.stages.Compiled.memory_analysis`."""
 
     output_size_in_bytes: int
     alias_size_in_bytes: int
@@ -58,6 +55,56 @@ class ProgramMemory(NamedTuple):
         if found is None:
             return None
         return ProgramMemory(*(getattr(found, name) for name in ProgramMemory._fields))
+
+
+class SavedProgram(NamedTuple):
+    """A program that another process can load, and what is asked of it before.
+
+    Attributes:
+        executable: What `serialize_executable` makes of it.
+        out_tree: The structure of its results.
+        out_shapes: Their shapes.
+        devices: Numbers of its devices.
+        memory: Its memory, which XLA would take half a second to work out for a deep
+            model's step; None: the compiler reports none.
+    """
+
+    executable: bytes
+    out_tree: Any
+    out_shapes: list[jax.ShapeDtypeStruct]
+    devices: list[int]
+    memory: ProgramMemory | None
+
+    @staticmethod
+    def read(entry: bytes) -> "SavedProgram":
+        """Reads what `serialize` returned. It must come from this user.
+
+        Raises:
+            Exception: It is something else.
+        """
+        found = pickle.loads(entry)
+        if not isinstance(found, SavedProgram):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        return found
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes of the results, as `jax.stages.Compiled.out_info`."""
+        return jax.tree.unflatten(self.out_tree, self.out_shapes)
+
+    def load(self, args: tuple[Any, ...]) -> jax.stages.Compiled:
+        """Loads the program on its devices.
+
+        Args:
+            args: Arguments that it was compiled for, or their shapes.
+        """
+        by_id = {device.id: device for device in jax.devices()}
+        return serialize_executable.deserialize_and_load(
+            self.executable,
+            jax.tree.structure((args, {})),
+            self.out_tree,
+            execution_devices=[by_id[number] for number in self.devices],
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,31 +173,13 @@ def serialize(compiled: jax.stages.Compiled, what: str) -> bytes | None:
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
         devices = [device.id for device in unloaded.device_list]
+        out_shapes = [
+            jax.ShapeDtypeStruct(info.shape, info.dtype)
+            for info in jax.tree.leaves(compiled.out_info)
+        ]
         memory = ProgramMemory.of(compiled)
-        return pickle.dumps((executable, out_tree, devices, memory and tuple(memory)))
+        saved = SavedProgram(executable, out_tree, out_shapes, devices, memory)
+        return pickle.dumps(saved)
     except Exception as error:  # a back end or a structure that has no such form
         logger.info("%s is not kept: %s", what, error)
         return None
-
-
-def deserialize(
-    entry: bytes, args: tuple[Any, ...]
-) -> tuple[jax.stages.Compiled, ProgramMemory | None]:
-    """Loads a program on its devices.
-
-    Args:
-        entry: What `serialize` returned. It must come from this user.
-        args: Arguments that the program was compiled for, or their shapes.
-
-    Returns:
-        The program, and its memory.
-    """
-    executable, out_tree, devices, memory = pickle.loads(entry)
-    by_id = {device.id: device for device in jax.devices()}
-    compiled = serialize_executable.deserialize_and_load(
-        executable,
-        jax.tree.structure((args, {})),
-        out_tree,
-        execution_devices=[by_id[number] for number in devices],
-    )
-    return compiled, None if memory is None else ProgramMemory(*memory)

@@ -31,7 +31,7 @@ from jaxlora.programs.kept import (
     DamagedEntryError,
     KeptPrograms,
     ProgramMemory,
-    deserialize,
+    SavedProgram,
     serialize,
 )
 from jaxlora.programs.key import program_key, source_stamp
@@ -202,7 +202,7 @@ class Prepared:
         self._jitted, self._args = jitted, shapes_of(args)
         self._traced: jax.stages.Traced | None = None
         self._compiled: jax.stages.Compiled | None = None
-        self._memory: ProgramMemory | None = None  # of a loaded program
+        self._saved: Future[SavedProgram | None] = Future()  # of a loaded program
         self._kept = _kept()
         self._key = program_key(identity, args) if self._kept is not None else ""
         # All processes of a run load a program, or all compile it.
@@ -241,12 +241,16 @@ class Prepared:
         """Shapes of the results, before the program is compiled if it is not loaded."""
         if self._traced is not None:
             return self._traced.out_info
+        if self.is_loaded and (saved := self._saved.result()) is not None:
+            return saved.out_info
         return self.compiled().out_info
 
     def memory_analysis(self) -> ProgramMemory | None:
         """Waits for the program, and returns its memory; None: it is not reported."""
         compiled = self.compiled()
-        return self._memory if self.is_loaded else ProgramMemory.of(compiled)
+        if self.is_loaded and (saved := self._saved.result()) is not None:
+            return saved.memory
+        return ProgramMemory.of(compiled)
 
     def _is_there(self) -> bool:
         """Whether an earlier program is kept, or this process has just kept it."""
@@ -263,14 +267,18 @@ class Prepared:
         try:
             if (entry := self._kept.read(self._key)) is None:
                 return None  # another process has removed it
+            self._saved.set_result(saved := SavedProgram.read(entry))
             prepare_to_load()
-            compiled, self._memory = deserialize(entry, self._args)
+            compiled = saved.load(self._args)
         except DamagedEntryError as error:
             self._reject(str(error))
             return None
         except Exception as error:  # whatever a pickle of another kind may raise
             self._reject(f"{type(error).__name__}: {error}"[:200])
             return None
+        finally:
+            if not self._saved.done():
+                self._saved.set_result(None)
         self.seconds += time.perf_counter() - began
         return compiled
 
