@@ -269,15 +269,17 @@ class Executor:
         return None
 
     def wait(self) -> None:
-        """Waits until the devices have finished all queued work."""
+        """Waits until the devices have finished all queued microbatches."""
         jax.block_until_ready([table.state.pending.is_finite for table in self._tables])
         self._further.wait()
 
     # ---- evaluation, which reads slots only ----------------------------------------
 
-    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
-        """Evaluates the jobs in some slots; see `Evaluator.evaluate`."""
-        return self._evaluator.evaluate(jobs)
+    def begin_evaluation(
+        self, jobs: Mapping[int, JobState]
+    ) -> Callable[[], dict[int, dict[str, float]]]:
+        """Queues the evaluation of the jobs in some slots; see `Evaluator.begin`."""
+        return self._evaluator.begin(jobs)
 
     def log_likelihoods(
         self, slot: int, batch: JobBatch, adapter: Adapter | None

@@ -328,8 +328,10 @@ class JobLifecycle:
         """Evaluates running jobs, and generates texts with their adapters."""
         if not jobs:
             return
+        # It is packed and queued while the pending microbatch still trains.
+        results = self._executor.begin_evaluation({job.slot: job for job in jobs})
         with self._timed("evaluation"):
-            values = self._executor.evaluate({job.slot: job for job in jobs})
+            values = results()
         sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
         metrics: dict[str, float] = {}  # of a sweep that compares answers
         if self._run.meter is not None and sound:

@@ -226,13 +226,19 @@ class HostExecutor(Executor):
 
     # ---- evaluation ----------------------------------------------------------------
 
-    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
+    def begin_evaluation(
+        self, jobs: Mapping[int, JobState]
+    ) -> Callable[[], dict[int, dict[str, float]]]:
         if (eval_loss := self.eval_loss) is not None:
-            return {
+            found = {
                 slot: {"loss": eval_loss(job.name, self.steps[slot])}
                 for slot, job in jobs.items()
             }
-        return {slot: {"loss": self._loss_of(self.host.states[slot])} for slot in jobs}
+        else:
+            found = {
+                slot: {"loss": self._loss_of(self.host.states[slot])} for slot in jobs
+            }
+        return lambda: found
 
     def log_likelihoods(
         self, slot: int, batch: JobBatch, adapter: Adapter | None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxlora import Trainer
-from jaxlora.adapters import slots, staged_slots
+from jaxlora.adapters import settings_table, slots, staged_slots
 from jaxlora.adapters.fresh import is_drawn_alone
 from jaxlora.adapters.slots import SlotTable
 from jaxlora.adapters.staged_slots import StagedSlots
@@ -22,6 +22,7 @@ from jaxlora.programs.program import Program
 from jaxlora.train import open_run
 from jaxlora.train.execute import draw_ahead
 from jaxlora.train.execute.draw_ahead import DrawAhead
+from jaxlora.train.execute.evaluation import Evaluator
 from jaxlora.train.execute.executor import Executor
 from jaxlora.train.report import plot, stopwatch
 from jaxlora.train.report.plot import LossPlot
@@ -160,6 +161,37 @@ def test_copies_that_wait_on_the_devices_are_bounded(row_bytes, room):
     table = Mock(spec=SlotTable, row_bytes=row_bytes)
     assert staged_slots._MOST_UNREAD == 8
     assert StagedSlots([], [table])._room._value == room
+
+
+def test_settings_of_many_slots_are_put_on_the_devices_at_once(trainer, monkeypatch):
+    puts, put = [], settings_table.put
+    monkeypatch.setattr(
+        settings_table, "put", lambda tree, where: puts.append(tree) or put(tree, where)
+    )
+    for slot, job in enumerate(trainer.jobs[:2]):
+        trainer.slots.load(slot, job.start, "adamw")
+    (table,) = trainer.slots.tables
+    assert not puts
+    for key, values in table.settings.items():
+        np.testing.assert_array_equal(values, table.settings_on_host()[key])
+    assert len(puts) == 1 and {"scaling", "rank"} <= puts[0].keys()
+
+
+def test_evaluations_are_queued_before_the_host_waits(
+    model, jobs, tmp_path, monkeypatch
+):
+    """The devices do not idle while the held-out samples are packed."""
+    order = []
+    for owner, name in ((Executor, "wait"), (Evaluator, "begin")):
+        called = getattr(owner, name)
+
+        def noting(*args, name=name, called=called):
+            order.append(name)
+            return called(*args)
+
+        monkeypatch.setattr(owner, name, noting)
+    Trainer(two_slots(model, tmp_path / "run", jobs[:2]), model).train()
+    assert order == ["begin", "wait"] * (len(order) // 2) and len(order) > 2
 
 
 def test_a_block_within_another_counts_for_itself(monkeypatch):
