@@ -1,6 +1,7 @@
 """An adapter as a plain value on the host, at its real ranks."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -56,18 +57,15 @@ class LoraWeights:
     lora_alpha: float
 
     def __post_init__(self):
-        known = {tensor.name: tensor for tensor in trained_tensors()}
-        settings = {variant.setting for variant in self.variants}
-        wanted = [tensor.name for tensor in tensors_with(settings.__contains__)]
-        if self.tensors.keys() != set(wanted):
+        wanted = _wanted(frozenset(self.tensors))
+        if self.tensors.keys() != wanted.keys():
             raise ValueError(
                 f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
                 f"{', '.join(self.tensors)}."
             )
         shapes = {name: array.shape for name, array in self.tensors.items()}
         sizes: dict[str, int] = {"R": self.rank}
-        for name in self.tensors:
-            dimensions = known[name].dimensions
+        for name, dimensions in wanted.items():
             if len(shapes[name]) != len(dimensions) or any(
                 sizes.setdefault(letter, size) != size
                 for letter, size in zip(dimensions, shapes[name], strict=True)
@@ -79,11 +77,7 @@ class LoraWeights:
     @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants that train something in the linear."""
-        return tuple(
-            variant
-            for variant in variants()
-            if any(tensor.name in self.tensors for tensor in variant.tensors)
-        )
+        return _variants_of(frozenset(self.tensors))
 
     def in_order(self) -> list[TrainedTensor]:
         """Its trained tensors, in the order of their table."""
@@ -98,6 +92,18 @@ class LoraWeights:
     def b(self) -> np.ndarray:
         """Expand matrix B, r N."""
         return self.tensors[LORA_B.name]
+
+
+@functools.lru_cache  # the linears of all adapters mostly have the same tensors
+def _variants_of(names: frozenset[str]) -> tuple[Variant, ...]:
+    return tuple(v for v in variants() if any(t.name in names for t in v.tensors))
+
+
+@functools.lru_cache
+def _wanted(names: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the dimensions of all tensors of the variants that have some of these."""
+    settings = {variant.setting for variant in _variants_of(names)}
+    return {t.name: t.dimensions for t in tensors_with(settings.__contains__)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

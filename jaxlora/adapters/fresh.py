@@ -1,5 +1,6 @@
 """The adapter that a new job starts from."""
 
+import functools
 import itertools
 import os
 import zlib
@@ -59,16 +60,32 @@ def fresh_adapter(
             if tensor.name not in tensors:
                 assert tensor.start is not None
                 tensors[tensor.name] = tensor.start(job, rng, kernels[name], rank)
-        return {t.name: tensors[t.name].astype(np.float32) for t in _tensors(job)}
+        wanted = (t.name for t in _tensors(job))
+        return {name: tensors[name].astype(np.float32, copy=False) for name in wanted}
 
     # NumPy draws without the interpreter's lock. A thread gets many modules, as small
     # ones are drawn faster than they are handed over.
-    names, num_threads = tuple(modules), min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    with ThreadPoolExecutor(num_threads) as pool:
-        parts = (names[start::num_threads] for start in range(num_threads))
-        found = pool.map(lambda part: {name: drawn(name) for name in part}, parts)
-        tensors = dict(itertools.chain.from_iterable(one.items() for one in found))
+    names, num_threads = tuple(modules), _num_threads()
+    parts = (names[start::num_threads] for start in range(num_threads))
+    found = _threads().map(lambda part: {name: drawn(name) for name in part}, parts)
+    tensors = dict(itertools.chain.from_iterable(one.items() for one in found))
     return _adapter(job, modules, kernels, {name: tensors[name] for name in names})
+
+
+def is_drawn_alone(job: LoraJob) -> bool:
+    """Whether `fresh_adapter` runs no program, so that any thread may call it."""
+    is_alone = all(tensor.from_weight is None for tensor in _tensors(job))
+    return is_alone and not job.keeps_start
+
+
+def _num_threads() -> int:
+    return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """The threads that draw, which the adapters of a sweep share."""
+    return ThreadPoolExecutor(_num_threads(), thread_name_prefix="draw")
 
 
 def _random(job: LoraJob, name: str) -> np.random.Generator:

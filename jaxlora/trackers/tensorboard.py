@@ -11,7 +11,7 @@ from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import hparams, text
 
-from jaxlora.common.atomic import make_folder, wrap_os_errors
+from jaxlora.common.atomic import wrap_os_errors
 
 _proto: Any = event_pb2  # its classes are made when it is imported
 _summaries: Any = summary_pb2
@@ -44,7 +44,8 @@ class Board:
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
         with wrap_os_errors(self._path):
-            make_folder(folder)
+            # Neither its name nor what is written later is synced to the disk.
+            folder.mkdir(parents=True, exist_ok=True)
             self._writer = RecordWriter(str(self._path))
         self._flushed = time.monotonic()
         try:

@@ -17,6 +17,7 @@ from jaxlora.adapters.fresh import (
     blank_outside,
     fresh_adapter,
     fresh_outside,
+    is_drawn_alone,
 )
 from jaxlora.common.background import in_background
 from jaxlora.common.note import log_notes
@@ -176,7 +177,12 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
 
     blank = blank_adapter(*given, kernels())
     outside = blank_outside(tokens, model.config)
-    return JobState(prepared, dataclasses.replace(blank, outside=outside), draw)
+    return JobState(
+        prepared,
+        dataclasses.replace(blank, outside=outside),
+        draw,
+        is_drawn_alone=is_drawn_alone(prepared.settings) and not tokens,
+    )
 
 
 def _as_begun(config: RunConfig, *, replan: bool) -> BegunRun:
