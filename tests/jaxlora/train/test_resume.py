@@ -49,9 +49,9 @@ from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1], *sys.argv[3:]]))
 """
 
-# Kills itself in the middle of the second checkpoint, while a later step has ended.
+# Kills itself in the middle of the second checkpoint, when a later step has ended.
 KILL_IN_WRITE = """
-import os, signal, sys, threading
+import json, os, signal, sys, threading
 from jaxlora.run.log import RunLog
 from jaxlora.train.saved import checkpoint
 left, write, goes_on = 2, RunLog._write, threading.Event()
@@ -66,7 +66,8 @@ def sync(folder, sync_files=checkpoint.sync_files):
     sync_files(folder)
 def note(self, line):
     write(self, line)
-    if left == 0 and b'"event": "step"' in line:
+    event = json.loads(line)
+    if event["event"] == "step" and event["round"] >= 5:
         goes_on.set()
 checkpoint.sync_files, RunLog._write = sync, note
 from jaxlora.cli.main import main
