@@ -71,16 +71,33 @@ def fills(
     ]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ahead:
+    """The surroundings of the ticks to plan.
+
+    Attributes:
+        first_tick: Number of the first of them.
+        before: The ticks before it that share the pipeline with it. Their samples do
+            not belong to the jobs to plan.
+        most_work: Work after which no further tick begins; infinity: everything is
+            planned.
+        most_ticks: Number of ticks after which no further one begins.
+        work_left: Work of all jobs; infinity if it is more than `most_work`.
+    """
+
+    first_tick: int = 0
+    before: Sequence[Tick] = ()
+    most_work: float = math.inf
+    most_ticks: float = math.inf
+    work_left: float = math.inf
+
+
 def fill_ticks(
     jobs: JobQueue,
     limits: Limits,
     lanes: Lanes,
     fill: Fill = Fill(),
-    *,
-    first_tick: int = 0,
-    most_work: float = math.inf,
-    most_ticks: float = math.inf,
-    work_left: float = math.inf,
+    ahead: Ahead = Ahead(),
     ramps: Ramps | None = None,
 ) -> list[PartTick]:
     """Fills one tick after the other, lane by lane.
@@ -92,27 +109,24 @@ def fill_ticks(
         limits: Limits of a microbatch.
         lanes: The lanes.
         fill: How to fill them.
-        first_tick: Number of the first tick.
-        most_work: Work after which no further tick begins.
-        most_ticks: Number of ticks after which no further one begins.
-        work_left: Work of all jobs, if these ticks do all of it; otherwise infinity.
+        ahead: The surroundings of the ticks.
         ramps: Splits the batches that run alone; None: they are filled like others.
             With ramps, there is one lane.
     """
     n, distance = lanes.num_lanes, lanes.pipeline.distance
     full = fill.target * limits.capacity
-    left = work_left / (n * full)
+    left = ahead.work_left / (n * full)
     # Until these many full ticks are left, ticks are not part of the ramp at the end.
     ends = list(zip(itertools.accumulate(fill.last), fill.last, strict=True))
     ticks: list[PartTick] = []
     done = 0
-    while jobs and done < most_work and len(ticks) < most_ticks:
-        tick = first_tick + len(ticks)
+    while jobs and done < ahead.most_work and len(ticks) < ahead.most_ticks:
+        tick = ahead.first_tick + len(ticks)
         if ramps is not None and (index := jobs.alone) is not None:
             items = jobs[index].items
             ticks += [[] for _ in range(tick, jobs[index].ready)]
             ticks += [[in_order(items[i][2] for i in p)] for p in ramps.split(items)]
-            end = first_tick + len(ticks) - 1
+            end = ahead.first_tick + len(ticks) - 1
             jobs.take(index, range(len(items)), end, distance)
             work = sum(item[0] for item in items)
         else:

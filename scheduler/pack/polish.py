@@ -98,14 +98,8 @@ class Polish:
         self._tokens = np.zeros((len(places), len(jobs)), int)
         np.add.at(self._tokens, (self._place, self._job), self._size)
 
-    def run(self, first: int, last: int, max_rounds: int = _MAX_ROUNDS) -> float:
-        """Polishes the ticks [first, last), and returns the makespan.
-
-        Args:
-            first: First tick whose items may move.
-            last: Tick after the last one whose items may move.
-            max_rounds: Maximum number of rounds.
-        """
+    def run(self, first: int, last: int) -> float:
+        """Moves items within the ticks [first, last), and returns the makespan."""
         part = slice(first * self._lanes, last * self._lanes)
         tokens, squares = self._of_ticks(*(x[:, None] for x in self._sizes()))
         segment = Segment(
@@ -120,7 +114,7 @@ class Polish:
         for step, smoothing in steps:
             if step == self._move_ticks:
                 _, self._place, self._tokens = best
-            step(segment, part, max_rounds, smoothing * unit)
+            step(segment, part, smoothing * unit)
             now = self._makespan(segment, part)
             if now < best[0] * (1 - 1e-9):
                 best = now, self._place, self._tokens
@@ -149,12 +143,10 @@ class Polish:
         tokens = np.take_along_axis(tokens, slowest, axis=1)
         return tokens[:, 0], np.take_along_axis(squares, slowest, axis=1)[:, 0]
 
-    def _descend(
-        self, segment: Segment, part: slice, max_rounds: int, smoothing: float
-    ) -> None:
+    def _descend(self, segment: Segment, part: slice, smoothing: float) -> None:
         self._place, self._tokens = self._place.copy(), self._tokens.copy()
         now = self._makespan(segment, part, smoothing)
-        for _ in range(max_rounds):
+        for _ in range(_MAX_ROUNDS):
             tried = self._promising(segment, part, now, smoothing)
             if not len(tried.give):
                 break
@@ -172,14 +164,12 @@ class Polish:
             if saving < _MIN_SAVING * now:
                 break
 
-    def _move_ticks(
-        self, segment: Segment, part: slice, max_rounds: int, smoothing: float
-    ) -> None:
+    def _move_ticks(self, segment: Segment, part: slice, smoothing: float) -> None:
         """Moves whole ticks, and no-ops, while that shortens the makespan."""
         n, first = self._lanes, part.start // self._lanes
         orders, ticks = _moves(part.stop // n - first)
         now = self._makespan(segment, part, smoothing)
-        for _ in range(max_rounds):
+        for _ in range(_MAX_ROUNDS):
             legal = np.flatnonzero(self._are_legal(ticks, first))
             if not len(legal):
                 break

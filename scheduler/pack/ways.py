@@ -10,6 +10,7 @@ import numpy as np
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick, pooled
 from jaxlora.scheduler.pack.fill import (
+    Ahead,
     Fill,
     PartTick,
     balanced,
@@ -49,27 +50,6 @@ def polishes(lanes: Lanes, cost: CostModel) -> bool:
     return few and drains(lanes.pipeline, cost)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Ahead:
-    """The surroundings of the ticks to plan.
-
-    Attributes:
-        first_tick: Number of the first of them.
-        before: The ticks before it that share the pipeline with it. Their samples do
-            not belong to the jobs to plan.
-        most_work: Work after which no further tick begins; infinity: everything is
-            planned.
-        most_ticks: Number of ticks after which no further one begins.
-        work_left: Work of all jobs; infinity if it is more than `most_work`.
-    """
-
-    first_tick: int = 0
-    before: Sequence[Tick] = ()
-    most_work: float = math.inf
-    most_ticks: float = math.inf
-    work_left: float = math.inf
-
-
 # Planned ticks, and the ticks after them, which only serve to judge and polish them.
 _Plan = tuple[list[PartTick], list[PartTick]]
 
@@ -79,7 +59,7 @@ def plan_ticks(
     limits: Limits,
     lanes: Lanes,
     cost: CostModel,
-    ahead: Ahead = Ahead(),
+    ahead: Ahead,
     *,
     everywhere: bool = False,
 ) -> list[Tick]:
@@ -160,24 +140,13 @@ class _Way:
     ) -> _Plan:
         """Plans ticks of a queue, which is advanced."""
         args, n = (queue, self.limits, self.lanes), lanes.num_lanes
-        ticks = fill_ticks(
-            *args,
-            self.fill,
-            first_tick=ahead.first_tick,
-            most_work=ahead.most_work,
-            most_ticks=ahead.most_ticks,
-            work_left=ahead.work_left,
-            ramps=self.ramps,
-        )
+        ticks = fill_ticks(*args, self.fill, ahead, self.ramps)
         behind: list[PartTick] = []
         if queue and drains(lanes.pipeline, cost):
-            behind = fill_ticks(
-                *args,
-                Fill(target=self.fill.target),
-                first_tick=ahead.first_tick + len(ticks),
-                most_ticks=lanes.pipeline.num_stages,
-                ramps=self.ramps,
-            )
+            first, most = ahead.first_tick + len(ticks), lanes.pipeline.num_stages
+            later = Ahead(first_tick=first, most_ticks=most)
+            plain = Fill(target=self.fill.target)
+            behind = fill_ticks(*args, plain, later, self.ramps)
         both = []
         for some in (ticks, behind):
             if self.lanes.num_lanes < n:

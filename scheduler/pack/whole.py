@@ -11,11 +11,10 @@ from jaxlora.scheduler.bounds import lower_bound
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick, pooled
 from jaxlora.scheduler.pack import bridges, rounds
-from jaxlora.scheduler.pack.fill import balanced, evened, split_ticks
+from jaxlora.scheduler.pack.fill import Ahead, balanced, evened, split_ticks
 from jaxlora.scheduler.pack.jobs import JobQueue, WorkModel, job_batches
 from jaxlora.scheduler.pack.polish import polished
 from jaxlora.scheduler.pack.ways import (
-    Ahead,
     drains,
     plan_many_ticks,
     plan_ticks,

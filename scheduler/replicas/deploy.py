@@ -23,7 +23,7 @@ new one until they agree.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pulp
@@ -109,7 +109,7 @@ def plan_deployment(
         )
     counts, best = _climb(counts, steps, num_gpus)
     deployment = Deployment(kinds=tuple(kinds), counts=counts)
-    return try_steps(deployment, batches, best, bound)
+    return _try_steps(deployment, batches, best, bound)
 
 
 def useful_kinds(
@@ -142,7 +142,7 @@ def useful_kinds(
     return tuple(kept)
 
 
-def try_steps(
+def _try_steps(
     deployment: Deployment, batches: Sequence[np.ndarray], mean: float, bound: float
 ) -> PlannedDeployment:
     """Predicts a mean step from the bounds of all steps, and some that are dispatched.
@@ -293,3 +293,62 @@ def _neighbors(
             if found not in seen and fits and steps.holds_all(found):
                 seen.add(found)
                 yield found
+
+
+# ---- replicas of one kind, and one job after the other, to compare with --------------
+
+type Planner = Callable[
+    [Sequence[ReplicaKind], int, Sequence[np.ndarray]], PlannedDeployment
+]
+
+
+def best_uniform(
+    kinds: Sequence[ReplicaKind],
+    num_gpus: int,
+    batches: Sequence[np.ndarray],
+    longest: int = 0,
+) -> PlannedDeployment:
+    """Chooses the best replicas of one kind, which must hold the longest sample.
+
+    Its `bound` is that of this deployment. See `plan_deployment`.
+
+    Raises:
+        ValueError: The longest sample fits into no replica that the GPUs suffice for.
+    """
+    batches = [np.asarray(batch) for batch in batches if len(batch)]
+    kinds = [k for k in kinds if k.num_gpus <= num_gpus]
+    longest = check_fit(kinds, batches, longest)
+    found = []
+    for kind in kinds:
+        if kind.longest >= longest:
+            one = Deployment(kinds=(kind,), counts=(num_gpus // kind.num_gpus,))
+            bound = float(Steps((kind,), batches).bounds(one.counts).mean())
+            found.append(_try_steps(one, batches, bound, bound))
+    return min(found, key=lambda one: one.seconds)
+
+
+def one_after_another(
+    kinds: Sequence[ReplicaKind],
+    num_gpus: int,
+    jobs: Sequence[Sequence[np.ndarray]],
+    plan: Planner,
+) -> float:
+    """Returns the mean seconds of a step of each job, one job after the other.
+
+    Args:
+        kinds: Kinds of replicas to choose from.
+        num_gpus: Number of GPUs, all of which each job has to itself.
+        jobs: For each job, the lengths of its samples in each step; none in steps in
+            which it does not take part.
+        plan: How the replicas of a job are chosen: `best_uniform` or `plan_deployment`.
+
+    Raises:
+        ValueError: A sample fits into no replica.
+    """
+    seconds = 0.0
+    for steps in jobs:
+        own = [batch for batch in steps if len(batch)]
+        if own:
+            share = len(own) / len(steps)
+            seconds += share * plan(kinds, num_gpus, own).seconds
+    return seconds

@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.scheduler.pack.fill import Ahead
 from jaxlora.scheduler.pack.jobs import JobBatches, JobQueue, ticks_per_batch
-from jaxlora.scheduler.pack.ways import Ahead, plan_ticks
+from jaxlora.scheduler.pack.ways import plan_ticks
 from jaxlora.scheduler.packers import pack_ticks
 from jaxlora.scheduler.stream.replica_fill import fill_replicas
 from jaxlora.scheduler.stream.state import (

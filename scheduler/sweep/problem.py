@@ -1,7 +1,6 @@
 """The problem: configurations of a sweep, GPUs, and what a group of GPUs costs."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -207,12 +206,3 @@ class SweepPlan:
     def price(self, per_gpu_hour: float) -> float:
         """Returns the price if all GPUs of the sweep are paid for until its end."""
         return self.sweep.num_gpus * self.makespan / 3600 * per_gpu_hour
-
-
-def number_gpus(degrees: Sequence[int]) -> list[tuple[int, ...]]:
-    """Numbers the GPUs of groups one after the other, in the order of the groups."""
-    out, first = [], 0
-    for degree in degrees:
-        out.append(tuple(range(first, first + degree)))
-        first += degree
-    return out

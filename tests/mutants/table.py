@@ -332,8 +332,8 @@ _JOBS = (
     ),
     _mutant(
         "the last of the waiting jobs starts first",
-        "return by_priority[: max(0, num_free)]",
-        "return by_priority[::-1][: max(0, num_free)]",
+        "for job in sorted(waiting, key=",
+        "for job in sorted(waiting[::-1], key=",
         f"{_SCHEDULER}/test_admission.py",
     ),
 )

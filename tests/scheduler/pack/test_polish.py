@@ -106,7 +106,7 @@ def test_polishing_keeps_every_rule_and_is_never_longer(
     places += [[]] * num_stages * num_lanes
     num = len(places) // num_lanes
     polish = Polish(places, {s.owner: 0 for s in samples}, LIMITS, lanes, cost)
-    reported = [polish.run(0, num // 2, 5), polish.run(num // 4, num, 5)]
+    reported = [polish.run(0, num // 2), polish.run(num // 4, num)]
     found = tuple(
         tuple(sorted((i[2] for i in place), key=lambda s: (s.owner, s.index)))
         for place in polish.result()
