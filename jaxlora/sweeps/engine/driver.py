@@ -77,7 +77,6 @@ class Driver:
         self._records: list[Record] = []  # that are not on the disk yet
         self._outbox: dict[int, list[m.ToWorker]] = {}  # what follows from them
         ledger.replay(state.apply)
-        self._settings: dict[str, LoraJob] = {}  # that were read, for the search
         if search is not None:
             search.restore(state.places)
         self.record("begin")
@@ -275,7 +274,8 @@ class Driver:
         if self._search is None:
             return False
         num_slots = sum(g.num_slots for g in self.groups if not g.is_given_up)
-        job = self._search.next(self._jobs(), num_slots)
+        found = self.state.configurations.values()
+        job = self._search.next([(c.settings, c.progress) for c in found], num_slots)
         if job is None:
             return False
         self.add(job, place=self._search.points[job.name])
@@ -297,19 +297,12 @@ class Driver:
         settings = job.model_dump(mode="json")
         self.record("job", settings=settings, place=place)
 
-    def _jobs(self) -> list[tuple[LoraJob, JobProgress]]:
-        """Returns the configurations as the search sees them."""
-        known, configurations = self._settings, self.state.configurations
-        for name in configurations.keys() - known.keys():
-            known[name] = LoraJob.model_validate(configurations[name].settings)
-        return [(known[name], one.progress) for name, one in configurations.items()]
-
     def _is_over(self) -> bool:
         return self.state.is_over() and not self._suggest()
 
     def _give(self, found: Configuration, number: int) -> None:
         sources = tuple(str(self._folder / name) for name in found.sources)
-        settings = dict(found.settings) if found.is_late else None
+        settings = found.settings if found.is_late else None
         if (verdict := self.state.verdict(found.name)) is not None:
             self.send(number, verdict)
         self.record("given", name=found.name, group=number)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import JaxloraError
 from jaxlora.run import events
@@ -234,8 +234,8 @@ class GroupControl(Control[SweepReport], Callback):
 
     def _is_early(self, give: m.Give) -> bool:
         """Whether a copy comes before the data of the other job have been read."""
-        origin = (give.settings or {}).get("clone_of")
-        return origin is not None and origin["job"] in self._gives
+        origin = None if give.settings is None else give.settings.clone_of
+        return origin is not None and origin.job in self._gives
 
     def _release(self, name: str) -> None:
         """Lets a job leave for another group: at once if there is nothing to save."""
@@ -255,8 +255,9 @@ class GroupControl(Control[SweepReport], Callback):
 
     def _add(self, give: m.Give) -> bool:
         """Reads the data of a job that this run does not know; in another thread."""
+        assert give.settings is not None, "the run has the others"
         try:
-            self._trainer.add_job(LoraJob.model_validate(give.settings))
+            self._trainer.add_job(give.settings)
         except JaxloraError as error:
             self._gives.pop(give.name, None)
             self._refuse(give.name, str(error))

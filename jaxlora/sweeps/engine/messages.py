@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from jaxlora.config import LoraJob
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_fields import STRICT, Count, JobName, Size, type_adapter
 
@@ -51,7 +52,7 @@ class Give(_Message):
 
     name: str
     sources: tuple[str, ...] = ()
-    settings: dict[str, Any] | None = None
+    settings: LoraJob | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

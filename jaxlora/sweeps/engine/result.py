@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.common.atomic import write_text
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
 from jaxlora.run.log import DROPPED_FILE, METRICS_FILE, read_events
 from jaxlora.sweeps import files
@@ -100,7 +100,7 @@ def _write_events(
 
 
 def _trial(folder: pathlib.Path, found: Configuration) -> Trial:
-    settings, facts = LoraJob.model_validate(found.settings), found.facts
+    settings, facts = found.settings, found.facts
     adapter = None if found.folder is None else folder / found.folder
     return Trial(
         name=found.name,
