@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,8 +59,7 @@ def draw(
     save_panels([panel], path, end=end, unit="time", legend=legend)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bar:
+class Bar(NamedTuple):
     """A bar: what one job does on some rows.
 
     Attributes:
@@ -172,14 +171,7 @@ def _bars(
             total, low = sum(parts_of[tick].values()), stage - 0.42
             for job, tokens in parts_of[tick].items():
                 high = low + 0.84 * tokens / total
-                bars.append(
-                    Bar(
-                        left=float(starts[stage, tick]),
-                        right=float(ends[stage, tick]),
-                        low=low,
-                        high=high,
-                        color=(colors[job], opacity),
-                    )
-                )
+                left, right = float(starts[stage, tick]), float(ends[stage, tick])
+                bars.append(Bar(left, right, low, high, (colors[job], opacity)))
                 low = high
     return bars

@@ -55,20 +55,19 @@ class Decisions:
 
     def note(
         self,
-        evaluated: Iterable[tuple[str, int, float]],
+        evaluated: Iterable[tuple[str, int, float, float | None]],
         standings: Standings,
-        metrics: Mapping[str, float] | None = None,
     ) -> Decided:
         """Decides after evaluations, and keeps both.
 
         Args:
-            evaluated: (configuration, steps done, held-out loss), in order.
+            evaluated: (configuration, steps done, held-out loss, value of the sweep's
+                metric of answers or None), in order.
             standings: All configurations.
-            metrics: By configuration, its value of the sweep's metric of answers.
         """
         stops, names = {}, []
-        for name, step, loss in evaluated:
-            self.keep(name, step, loss, None if metrics is None else metrics.get(name))
+        for name, step, loss, value in evaluated:
+            self.keep(name, step, loss, value)
             names.append(name)
         if not self.rules:
             return Decided()

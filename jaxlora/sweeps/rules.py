@@ -10,6 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxlora.config.sweep_config import ExitRule, Metric
 
@@ -91,8 +92,7 @@ class Curve:
         return dict(found).get(step, math.inf)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """The decision to end a configuration.
 
     Attributes:

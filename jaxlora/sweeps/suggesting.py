@@ -228,14 +228,10 @@ def suggestions(
         seed=1_000_003 * seed + number, n_startup_trials=_STARTUP, constant_liar=True
     )
     study = optuna.create_study(sampler=sampler)
-    states = {
-        "running": TrialState.RUNNING,
-        "complete": TrialState.COMPLETE,
-        "pruned": TrialState.PRUNED,
-    }
     for one in tried:
-        is_pruned = one.state == "pruned" and one.cost is not None
-        values = {one.step: one.cost} if is_pruned and one.cost is not None else {}
+        values = {}
+        if one.state == "pruned" and one.cost is not None:
+            values = {one.step: one.cost}
         place = {
             axis.name: one.place[axis.name]
             if axis.space.values is None
@@ -245,7 +241,7 @@ def suggestions(
         trial = create_trial(
             params=place,
             distributions=space,
-            state=states[one.state],
+            state=TrialState[one.state.upper()],
             value=one.cost if one.state == "complete" else None,
             intermediate_values=values,
         )

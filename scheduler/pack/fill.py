@@ -12,7 +12,6 @@ from jaxlora.scheduler.pack.ramps import Ramps
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
-    Pipeline,
     Sample,
     in_order,
     padded_tokens,
@@ -21,7 +20,6 @@ from jaxlora.scheduler.types import (
 _MAX_SUBSETS = 6
 # Jobs that are looked at to fill a microbatch, at most.
 _MAX_JOBS = 64
-_TARGETS = (1.1, 1.0, 0.9, 0.75, 0.6)
 
 # The microbatches of a tick, at most one for each lane. A tick without microbatches
 # keeps the distance.
@@ -44,31 +42,6 @@ class Fill:
     target: float = 1.0
     first: tuple[float, ...] = ()
     last: tuple[float, ...] = ()
-
-
-def fills(
-    limits: Limits, pipeline: Pipeline, cost: CostModel, *, begins: bool, ends: bool
-) -> list[Fill]:
-    """Returns the ways to try.
-
-    Args:
-        limits: Limits of a microbatch.
-        pipeline: The pipeline.
-        cost: Times of a microbatch on one lane.
-        begins: Whether the pipeline is empty before the ticks.
-        ends: Whether it drains after them.
-    """
-    if cost.is_flat:
-        return [Fill()]
-    targets = [b / limits.capacity for b in cost.buckets if b <= limits.capacity]
-    num = pipeline.num_stages
-    ramp = tuple((i + 1) / (num + 1) for i in range(num if num > 1 else 0))
-    ramps = dict.fromkeys([((), ()), (ramp if begins else (), ramp if ends else ())])
-    return [
-        Fill(target=target, first=first, last=last)
-        for target in targets or _TARGETS
-        for first, last in ramps
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

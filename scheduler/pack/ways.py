@@ -16,7 +16,6 @@ from jaxlora.scheduler.pack.fill import (
     balanced,
     evened,
     fill_ticks,
-    fills,
     split_ticks,
 )
 from jaxlora.scheduler.pack.jobs import JobQueue
@@ -25,6 +24,7 @@ from jaxlora.scheduler.pack.ramps import Ramps
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.types import Limits, Pipeline, Schedule
 
+_TARGETS = (1.1, 1.0, 0.9, 0.75, 0.6)  # of fillings, without buckets
 # Parts of the capacity of all lanes together that ticks are planned for. It is easier
 # to split ticks that are not full.
 _POOL_PARTS = (1.0, 0.95)
@@ -162,13 +162,24 @@ def _ways(limits: Limits, lanes: Lanes, cost: CostModel, ahead: Ahead) -> list[_
     for part in _POOL_PARTS if n > 1 and not cost.is_flat else ():
         pooled_limits, pooled_cost = pooled(limits, cost, n, part)
         grounds.append((pooled_limits, Lanes(pipeline=pipeline), pooled_cost))
+    # The ways with smaller ticks where the pipeline is empty before, or drains after.
     begins, ends = not any(map(any, ahead.before)), ahead.work_left < math.inf
+    num = pipeline.num_stages if pipeline.num_stages > 1 else 0
+    ramp = tuple((i + 1) / (num + 1) for i in range(num))
+    shapes = dict.fromkeys([((), ()), (ramp * begins, ramp * ends)])
     out = []
     for own_limits, own_lanes, own_cost in grounds:
         ramps = None
         if own_lanes.num_lanes == 1 and drains(pipeline, own_cost):
             ramps = Ramps(own_limits, pipeline, own_cost)
-        for fill in fills(own_limits, pipeline, own_cost, begins=begins, ends=ends):
+        capacity = own_limits.capacity
+        targets = [b / capacity for b in own_cost.buckets if b <= capacity]
+        fills = [
+            Fill(target=target, first=first, last=last)
+            for target in targets or _TARGETS
+            for first, last in shapes
+        ]
+        for fill in [Fill()] if cost.is_flat else fills:
             out.append(_Way(fill=fill, limits=own_limits, lanes=own_lanes, ramps=ramps))
     return out
 

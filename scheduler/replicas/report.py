@@ -99,14 +99,8 @@ def draw_steps(
 
 
 def _bars(simulated: SimulatedSteps, colors: Mapping) -> list[Bar]:
-    gpus = simulated.deployment.gpus
+    rows = [(own[0] - 0.45, own[-1] + 0.45) for own in simulated.deployment.gpus]
     return [
-        Bar(
-            left=part.start,
-            right=part.end,
-            low=gpus[part.replica][0] - 0.45,
-            high=gpus[part.replica][-1] + 0.45,
-            color=colors[part.job],
-        )
+        Bar(part.start, part.end, *rows[part.replica], colors[part.job])
         for part in simulated.parts
     ]

@@ -14,7 +14,7 @@ from jaxlora.run import events
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps.control import report_sweep
+from jaxlora.sweeps.control import point_of, report_sweep
 from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.transport import Link
@@ -125,7 +125,7 @@ class GroupControl(Control[SweepReport], Callback):
 
     def _ask_about(self, jobs: Sequence[JobState]) -> None:
         """Sends evaluations, and waits for what is decided about them."""
-        points = tuple(map(_point, jobs))
+        points = tuple(map(point_of, jobs))
         self._undecided |= {job.name for job in jobs}
         self._num_asked += 1
         self._link.send(m.Evaluated(number=self._num_asked, points=points))
@@ -387,12 +387,6 @@ def _facts(job: JobState) -> m.JobFacts:
         is_evaluated=job.prepared.eval_data is not None,
         clone_step=None if origin is None else origin.step,
     )
-
-
-def _point(job: JobState) -> m.Point:
-    progress = job.progress
-    assert progress.last_eval is not None
-    return job.name, progress.step, progress.last_eval, progress.last_metric
 
 
 def _used_memory() -> float | None:

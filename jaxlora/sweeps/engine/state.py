@@ -23,7 +23,7 @@ GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
 
 
-_Stops = dict[JobName, tuple[str, str]]
+_Stops = dict[JobName, Stop]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -247,8 +247,7 @@ class SweepState(Mapping[str, Curve]):
     def _on_decided(self, cutoffs: list[float], stops: _Stops) -> None:
         for name in stops:
             self._find(name)
-        found = {name: Stop(rule=r, reason=why) for name, (r, why) in stops.items()}
-        self.decisions.repeat(Decided(cutoffs=tuple(cutoffs), stops=found))
+        self.decisions.repeat(Decided(cutoffs=tuple(cutoffs), stops=stops))
         if cutoffs or stops:
             self._queue = None
 
@@ -283,8 +282,7 @@ class SweepState(Mapping[str, Curve]):
 
     def note(self, points: Sequence[Point]) -> Record:
         """Decides after evaluations; returns the record of both."""
-        values = {name: value for name, _, _, value in points if value is not None}
-        found = self.decisions.note(((n, s, x) for n, s, x, _ in points), self, values)
+        found = self.decisions.note(points, self)
         if found.cutoffs or found.stops:
             self._queue = None
         return {"kind": "eval", "points": list(points), **_values(found)}
@@ -303,9 +301,8 @@ class SweepState(Mapping[str, Curve]):
         if not points:
             return None
         step, stop = points[-1][0], self.decisions.stops.get(name)
-        why = None if stop is None else (stop.rule, stop.reason)
         waits = self.waits(self.configurations[name])
-        return Verdict(name=name, step=step, waits=waits, stop=why)
+        return Verdict(name=name, step=step, waits=waits, stop=stop)
 
     # ---- what the rules see --------------------------------------------------------
 
@@ -456,5 +453,4 @@ def check_record(record: Record) -> dict[str, Any]:
 
 
 def _values(decided: Decided) -> dict[str, Any]:
-    stops = {name: [stop.rule, stop.reason] for name, stop in decided.stops.items()}
-    return {"cutoffs": list(decided.cutoffs), "stops": stops}
+    return {"cutoffs": list(decided.cutoffs), "stops": dict(decided.stops)}
