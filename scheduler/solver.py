@@ -30,12 +30,7 @@ class Answer:
 
 
 def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
-    """Runs HiGHS on one thread.
-
-    Args:
-        problem: The program. Its variables hold the start, and afterwards the solution.
-        time_limit: Time limit in seconds.
-        seed: Seed of the solver.
+    """Runs HiGHS on one thread, from the values of the variables.
 
     Raises:
         SolverError: HiGHS stopped for a reason other than a proof or a limit.
@@ -55,11 +50,8 @@ def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
 def run(problem: pulp.LpProblem, *, seed: int, **limits: float):
     """Runs HiGHS on one thread and returns PuLP's statistics.
 
-    Args:
-        problem: The program. Its variables hold the start, if any, and afterwards the
-            solution.
-        seed: Seed of the solver.
-        **limits: Options of HiGHS, such as `time_limit` in seconds.
+    The variables hold the start, if any, and afterwards the solution. The limits are
+    options of HiGHS, such as `time_limit` in seconds.
 
     Raises:
         SolverError: HiGHS fails.

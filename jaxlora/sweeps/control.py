@@ -35,9 +35,6 @@ class SweepControl(Control[SweepReport]):
     def __init__(self, config: RunConfig):
         """Makes the object.
 
-        Args:
-            config: The run; without a sweep, nothing is decided.
-
         Raises:
             ConfigError: Optuna is not installed, and the search needs it.
         """
@@ -168,10 +165,6 @@ def report_sweep(
     result: RunResult[SweepReport], config: RunConfig
 ) -> RunResult[SweepReport]:
     """Ranks configurations; writes the report, and merges the best if asked to.
-
-    Args:
-        result: The result of the run, without the report of its sweep.
-        config: The run; none of its settings is `auto`.
 
     Raises:
         JaxloraError: The log of the run is damaged, a file cannot be written, or the

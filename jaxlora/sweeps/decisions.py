@@ -37,12 +37,7 @@ class Decisions:
     """
 
     def __init__(self, rules: Sequence[ExitRule], metric: Metric | None = None):
-        """Makes the object; nothing was evaluated.
-
-        Args:
-            rules: The rules. Without any, nothing is decided.
-            metric: What configurations are compared by; None: the held-out loss.
-        """
+        """Makes the object; without a metric, held-out losses are compared."""
         self.rules, self.metric = tuple(rules), metric or Metric()
         halving = [rule for rule in rules if rule.type == "halving"]
         self._halving: ExitRule | None = halving[0] if halving else None
@@ -111,14 +106,7 @@ class Decisions:
         return bool(self._awaited)
 
     def keep(self, name: str, step: int, loss: float, value: float | None) -> None:
-        """Keeps an evaluation; nothing is decided.
-
-        Args:
-            name: The configuration.
-            step: Its optimizer steps done.
-            loss: Its held-out loss.
-            value: The sweep's metric of answers; None: it has none.
-        """
+        """Keeps an evaluation; `value` is the sweep's metric of answers, if any."""
         self.points.setdefault(name, []).append((step, loss))
         if value is not None:
             self.metrics.setdefault(name, []).append((step, value))

@@ -66,9 +66,6 @@ class Suggestions:
     def __init__(self, config: RunConfig):
         """Makes the object.
 
-        Args:
-            config: The run.
-
         Raises:
             ConfigError: Optuna is not installed, and the run needs it.
         """
@@ -115,12 +112,7 @@ class Suggestions:
     def next(
         self, jobs: Sequence[tuple[LoraJob, JobProgress]], num_slots: int
     ) -> LoraJob | None:
-        """Returns a configuration to add now; None if none is due.
-
-        Args:
-            jobs: Settings and progress of all jobs of the run.
-            num_slots: Number of jobs that may run at the same time.
-        """
+        """Returns a configuration to add now; None if none is due."""
         search = self._search
         if search is None or self._is_exhausted or not self.is_open:
             return None

@@ -87,12 +87,6 @@ def pack(
 ) -> list[Microbatch] | None:
     """Packs the job with the most work, and the others between its batches.
 
-    Args:
-        samples: All global batches of all jobs.
-        limits: Limits of a microbatch.
-        pipeline: The pipeline, whose distance is at least its number of stages.
-        cost: Times of the passes.
-
     Returns:
         The microbatches, with no-ops; None if no job has more work than all others
         together, or if the others have more work than bridges can take.
@@ -142,18 +136,7 @@ def _joined(
     limits: Limits,
     distance: int,
 ) -> _Split:
-    """Returns the items of each slot.
-
-    Args:
-        alone: The microbatches of each batch that is not joined to another.
-        pairs: The pairs of consecutive batches.
-        chosen: The way in which each chosen pair is joined, by the number of its first
-            batch.
-        queue: The other jobs, which are advanced to their ends.
-        total: Work of the other jobs.
-        limits: Limits of a microbatch.
-        distance: Distance of the pipeline.
-    """
+    """Returns the items of each slot; the other jobs are advanced to their ends."""
     out: _Split = []
     # Samples are not divisible, so the following ticks share what one tick lacks.
     planned = sum(float(pairs[i].levels[:, way].sum()) for i, way in chosen.items())
@@ -226,15 +209,7 @@ def _pair(
     limits: Limits,
     pipeline: Pipeline,
 ) -> _Pair:
-    """Returns the ways to join two batches.
-
-    Args:
-        sides: The splits of both.
-        alone: Time of both, if each of them runs alone.
-        ramps: Simulates them.
-        limits: Limits of a microbatch.
-        pipeline: The pipeline.
-    """
+    """Returns the ways to join two batches, which take the time `alone` apart."""
     a, b = sides
     num_a, num_b = len(a.splits), len(b.splits)
     part = np.arange(1, pipeline.distance)[:, None] / pipeline.distance

@@ -73,18 +73,10 @@ def fill_ticks(
     ahead: Ahead = Ahead(),
     ramps: Ramps | None = None,
 ) -> list[PartTick]:
-    """Fills one tick after the other, lane by lane.
+    """Fills one tick after the other, lane by lane, and advances the jobs.
 
-    Jobs in the middle of a batch come first, then the most urgent ones.
-
-    Args:
-        jobs: The jobs, which are advanced.
-        limits: Limits of a microbatch.
-        lanes: The lanes.
-        fill: How to fill them.
-        ahead: The surroundings of the ticks.
-        ramps: Splits the batches that run alone; None: they are filled like others.
-            With ramps, there is one lane.
+    Jobs in the middle of a batch come first, then the most urgent ones. With `ramps`,
+    there is one lane, and a batch that runs alone is split by them.
     """
     n, distance = lanes.num_lanes, lanes.pipeline.distance
     full = fill.target * limits.capacity
@@ -165,14 +157,9 @@ def fill_slot(
 def _choose(
     items: list[Item], room: int, token_room: int, limits: Limits, *, must_choose: bool
 ) -> list[int]:
-    """Chooses the items of one job for a microbatch.
+    """Chooses the items of one job for a microbatch, by their indices.
 
-    Args:
-        items: The job's items, in descending order of work.
-        room: Work that the items may add, including padding.
-        token_room: Tokens that the items may add, including padding.
-        limits: Block size.
-        must_choose: Whether to choose an item even if none fits in `room`.
+    The rooms are the work and the tokens that the items may add, padding included.
 
     Returns:
         Indices of the items.
@@ -213,10 +200,6 @@ def best_subsets(weights: Sequence[int], room: int) -> Iterator[list[int]]:
     There is one nonempty subset, as indices, for each total weight. Among equal totals,
     early items are preferred. Callers sort the items by descending weight, because
     small items are easier to place later.
-
-    Args:
-        weights: Positive weights of the items.
-        room: Maximum total weight of a subset.
     """
     if room <= 0:
         return
@@ -256,12 +239,6 @@ def split_ticks(
 
     Samples that do not fit on the lanes of their tick run in another tick right after
     it, so that no batches come closer to each other.
-
-    Args:
-        ticks: The samples of each tick.
-        limits: Limits of a microbatch.
-        num_lanes: Number of lanes.
-        cost: Times of a microbatch on one lane.
     """
     work, out = WorkModel.from_cost(cost), []
     for tick in ticks:

@@ -186,14 +186,7 @@ class JobQueue:
     def of(
         cls, jobs: Iterable[JobBatches], limits: Limits, lanes: Lanes, cost: CostModel
     ) -> "JobQueue":
-        """Returns a queue of some jobs.
-
-        Args:
-            jobs: The batches of each job.
-            limits: Limits of a microbatch.
-            lanes: The lanes.
-            cost: Converts samples to work, which is what ticks are filled with.
-        """
+        """Returns a queue of some jobs."""
         work, queue = WorkModel.from_cost(cost), cls()
         tokens, distance = lanes.tick_tokens(limits.capacity), lanes.pipeline.distance
         for job in jobs:

@@ -130,9 +130,7 @@ class Polish:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sizes of the slowest microbatch of each tick [ticks, variants].
 
-        Args:
-            tokens: Padded tokens [places, variants].
-            squares: Sums of the squared lengths [places, variants].
+        They follow from the padded tokens and squares of all places [places, variants].
         """
         if self._lanes == 1:
             return tokens, squares
@@ -413,10 +411,6 @@ def first_largest(values: np.ndarray, num: int) -> np.ndarray:
 
     Equal ones are in order. `np.argpartition` chooses among those by the features of
     the processor, and all processes of a run must make the same plans.
-
-    Args:
-        values: The values.
-        num: Number of places at most.
     """
     least = np.partition(values, -num)[-num] if num < len(values) else 0.0
     places = np.flatnonzero((values > 0) & (values >= least))

@@ -34,29 +34,18 @@ class Ramps:
     """
 
     def __init__(self, limits: Limits, pipeline: Pipeline, cost: CostModel):
-        """Starts without profiles.
-
-        Args:
-            limits: Capacity and block size.
-            pipeline: The pipeline.
-            cost: Times of the passes.
-        """
+        """Starts without profiles."""
         self._limits, self._pipeline, self._cost = limits, pipeline, cost
         self._profiles = functools.lru_cache(maxsize=256)(self._best_profiles)
 
     def split(self, items: Sequence[Item]) -> list[list[int]]:
-        """Returns the items of each microbatch of a batch, as indices.
-
-        Args:
-            items: Items of the whole batch, in descending order of work.
-        """
+        """Returns the items of each microbatch of a batch; see `shortest`."""
         return self.shortest(items)[0]
 
     def shortest(self, items: Sequence[Item]) -> tuple[list[list[int]], float]:
         """Returns the items of each microbatch of a batch, and how long it takes.
 
-        Args:
-            items: Items of the whole batch, in descending order of work.
+        The items are those of the whole batch, in descending order of work.
         """
         work = sum(item[0] for item in items)
         rounded = round(np.log(work) / np.log(_RATIO))
@@ -118,11 +107,9 @@ class Ramps:
     def assign(
         self, items: Sequence[Item], profile: Sequence[float]
     ) -> list[list[int]] | None:
-        """Gives each item to the microbatch that lacks the most work, longest first.
+        """Gives each item to the microbatch that lacks the most work, by the profile.
 
-        Args:
-            items: Items of the whole batch, in descending order of work.
-            profile: Part of the work of each microbatch.
+        The items are those of the whole batch, in descending order of work.
 
         Returns:
             The items of each microbatch that has some; None if they do not fit.

@@ -65,14 +65,8 @@ def plan_ticks(
 ) -> list[Tick]:
     """Plans ticks in several ways, and returns the plan that does the work first.
 
-    Args:
-        queue: The jobs, which stay as they are.
-        limits: Limits of a microbatch.
-        lanes: The lanes.
-        cost: Times of a microbatch on one lane.
-        ahead: The surroundings of the ticks.
-        everywhere: Whether to polish all ticks, and not only those where the pipeline
-            fills and drains.
+    The queue stays as it is. Polishing is for all ticks if `everywhere`, and otherwise
+    for those where the pipeline fills and drains.
     """
     args = limits, lanes, cost
     plans = [way.plan(queue.copy(), *args, ahead) for way in _ways(*args, ahead)]
@@ -98,12 +92,6 @@ def plan_many_ticks(
     """Plans all ticks in the way that is the best for the first ones.
 
     This takes less time than `plan_ticks`, whose plans are better.
-
-    Args:
-        queue: The jobs, which are advanced to their ends.
-        limits: Limits of a microbatch.
-        lanes: The lanes.
-        cost: Times of a microbatch on one lane.
     """
     args = limits, lanes, cost
     work = _FIRST_TICKS * lanes.num_lanes * limits.capacity

@@ -302,14 +302,9 @@ def pack_batch(
     seed: int,
     use_milp: bool,
 ) -> BatchSchedule:
-    """Packs a batch by Algorithm 1 of LoRAFusion, lines 2 to 10; see `pack`.
+    """Packs a batch by Algorithm 1 of LoRAFusion, lines 2 to 10.
 
-    Args:
-        samples: At most one global batch of each job.
-        limits: Capacity and block size.
-        time_limit: Time limit of each of the two programs, in seconds.
-        seed: Seed of the solver.
-        use_milp: Whether to use the solver, and not only first-fit decreasing.
+    The samples are at most one global batch of each job. For the options, see `pack`.
     """
     baseline = _ordered(greedy.pack(samples, limits).microbatches, limits)
     if not use_milp or _cannot_be_beaten(baseline, samples, limits):
@@ -412,11 +407,6 @@ def merge(
     next batch, and drops microbatches that become empty. A sample does not move if that
     would mix two global batches of its job, or bring them closer than the distance D. A
     microbatch is not dropped if that would require a no-op later.
-
-    Args:
-        batches: Batches of all groups, in the order in which they run.
-        limits: Capacity and block size.
-        pipeline: Provides the distance between the batches of a job.
     """
     out: list[list[Sample]] = []
     spacing = Spacing(pipeline.distance)

@@ -51,19 +51,11 @@ def emptiest_bin(
     time_limit: float,
     seed: int,
 ) -> Solution:
-    """Stage 2, equation (4): minimizes the smallest of B* bins.
+    """Stage 2, equation (4): minimizes the smallest of B* bins; see `fewest_bins`.
 
     The bins are interchangeable, so this minimizes the last bin. No variable is needed
-    to select the smallest one.
-
-    Args:
-        samples: One global batch of each job.
-        limits: Capacity and block size.
-        start: A packing of the samples into B* microbatches, the smallest last.
-        at_least: Lower bound on the blocks of the smallest bin, at which the solver can
-            stop.
-        time_limit: Time limit in seconds.
-        seed: Seed of the solver.
+    to select the smallest one. The solver can stop at `at_least`, a lower bound on the
+    blocks of the smallest bin; in `start`, it is the last one.
     """
     model = _Assignment(samples, limits, start, "emptiest_bin")
     problem, capacity = model.problem, limits.capacity // limits.block_tokens

@@ -90,14 +90,7 @@ def free_at(
 def bound_of(
     deployment: Deployment, seconds: np.ndarray, free: np.ndarray, lengths: np.ndarray
 ) -> StepBound:
-    """Bounds the time of a step; see `step_bound`.
-
-    Args:
-        deployment: The replicas.
-        seconds: Seconds of each sample on each kind [kinds, samples].
-        free: Seconds at which each replica can begin.
-        lengths: Length of each sample.
-    """
+    """Bounds the time of a step, whose samples take `seconds` [kinds, samples]."""
     kind_of = deployment.kind_of
     if not len(lengths):
         return StepBound(0.0, np.ones(len(seconds)))

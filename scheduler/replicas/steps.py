@@ -37,12 +37,7 @@ class Steps:
         batches: Sequence[np.ndarray],
         longest: int = 0,
     ):
-        """Sums samples.
-
-        Args:
-            kinds: Kinds of replicas.
-            batches: Lengths of the samples of each step; no step is empty.
-            longest: The longest length of other steps.
+        """Sums samples; no step is empty. Other steps may have samples up to `longest`.
 
         Raises:
             ValueError: There are no samples, or the longest one fits into no replica.
@@ -80,8 +75,7 @@ class Steps:
     def bounds(self, counts: Sequence[int]) -> np.ndarray:
         """Returns a lower bound of the seconds of each step [steps].
 
-        Args:
-            counts: Number of replicas of each kind; together they hold all samples.
+        The replicas, as many of each kind, hold all samples together.
         """
         at = np.flatnonzero(counts)
         replicas = np.asarray(counts, float)[at]
@@ -107,9 +101,6 @@ class Steps:
         """Returns about the mean seconds of the steps, for many deployments at once.
 
         It is the closed form for all limits of lengths, as if all replicas were busy.
-
-        Args:
-            counts: Number of replicas of each kind [deployments, kinds].
         """
         speeds = 1 / self.rates[:, np.isfinite(self.rates).all(axis=0)].mean(axis=1)
         limits = np.array([kind.longest for kind in self.kinds])

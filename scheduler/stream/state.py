@@ -77,10 +77,6 @@ class StreamState:
         them, it does half of its batches. With `equal`, it gets as many tokens as each
         of them from here on, by start-time fair queueing.
 
-        Args:
-            position: The job's.
-            pace: How it shares microbatches with the others.
-
         Raises:
             ValueError: Its slot is taken.
         """

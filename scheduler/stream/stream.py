@@ -50,11 +50,6 @@ class Stretch:
 def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
     """Plans the next ticks of a stream; the same state always gets the same ticks.
 
-    Args:
-        state: The stream so far.
-        lengths: Tokens of the samples of a batch.
-        rules: What all ticks have in common.
-
     Raises:
         ValueError: A sample is longer than the capacity.
         RuntimeError: The packer has a bug: a tick breaks a rule.

@@ -189,12 +189,7 @@ def _add_load(
 ) -> None:
     """Adds that groups have the memory and the time for their configurations.
 
-    Args:
-        rows: The constraints.
-        kinds: The configurations.
-        shape: Shape of the groups.
-        at: Their columns. That of groups has the time of all of them together.
-        seconds: The unit of that time.
+    The column of groups has the time of all of them together, in units of `seconds`.
     """
     steps, unit = kinds.steps, max(kinds.steps)
     held = {

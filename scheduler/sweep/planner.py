@@ -285,11 +285,9 @@ class _Groups:
         return SweepPlan(sweep=self._kinds.sweep, groups=groups)
 
     def anneal(self, goal: float, work: int) -> None:
-        """Changes queues at random until the makespan is at the goal.
+        """Changes queues at random until the makespan is at the goal, in seconds.
 
-        Args:
-            goal: Seconds at which nothing shorter is sought.
-            work: Configurations that are played.
+        As many configurations are played as `work` says.
         """
         self._queues = list(self._best)
         self._ends = [self._end(i, queue) for i, queue in enumerate(self._queues)]

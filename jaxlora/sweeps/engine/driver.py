@@ -61,15 +61,9 @@ class Driver:
         groups: list[Group],
         search: Suggestions | None = None,
     ):
-        """Takes up a sweep; its folder is locked, and no older worker lives.
+        """Takes up a sweep from its state before the records of the ledger.
 
-        Args:
-            folder: Folder of the sweep.
-            state: The sweep as it is before the records of the ledger.
-            ledger: The ledger.
-            workers: Starts workers.
-            groups: The groups.
-            search: Suggests further configurations; None: there are none.
+        Its folder is locked, and no older worker lives.
         """
         self._folder, self._workers, self._search = folder, workers, search
         self.state, self.groups, self._removed = state, groups, 0.0
@@ -225,11 +219,7 @@ class Driver:
         )
 
     def _end_all(self, *, is_finished: bool) -> None:
-        """Lets all workers end.
-
-        Args:
-            is_finished: Whether nothing is left to train.
-        """
+        """Lets all workers end; `is_finished` if nothing is left to train."""
         self.is_ending = True
         end = time.monotonic() + _END_SECONDS
         live = [g for g, group in enumerate(self.groups) if group.is_live]
@@ -283,11 +273,7 @@ class Driver:
         return True
 
     def add(self, job: LoraJob, *, place: dict[str, float] | None = None) -> None:
-        """Adds a configuration to the queue.
-
-        Args:
-            job: Its settings.
-            place: Its place on each axis of the search, if that has suggested it.
+        """Adds a configuration to the queue, with its place if the search suggests it.
 
         Raises:
             ConfigError: Its name is taken.
@@ -352,7 +338,7 @@ class Driver:
         known = self.state.configurations
         new = [job for job in jobs if known[job.name].facts is None]
         if new:
-            self.record("facts", jobs=list(map(dataclasses.asdict, new)))
+            self.record("facts", jobs=[job.model_dump() for job in new])
         for job in jobs:
             if job.clone_step:
                 self.send(number, m.Ask(action="begin", name=job.name))

@@ -46,12 +46,7 @@ class GroupControl(Control[SweepReport], Callback):
     """
 
     def __init__(self, link: Link, rules: Sequence[ExitRule]):
-        """Makes the object.
-
-        Args:
-            link: Sends to the driver.
-            rules: The rules of early exit, which say where jobs are compared.
-        """
+        """Makes the object; the rules say where jobs are compared."""
         self._link, self._rules = link, tuple(rules)
         self.version, self.has_begun = 0, False
         self._changed = threading.Condition()
@@ -408,11 +403,7 @@ class _Ends:
     """Reports the ends of jobs to the driver, when their weights are on the disk."""
 
     def __init__(self, link: Link):
-        """Makes the object; no job has ended.
-
-        Args:
-            link: Sends to the driver.
-        """
+        """Makes the object; no job has ended."""
         self._link = link
         self._ended: dict[str, JobProgress] = {}
         self._exported: dict[str, int] = {}  # steps of the adapter on the disk

@@ -109,12 +109,7 @@ class Launcher:
     host = "127.0.0.1"
 
     def __init__(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]):
-        """Makes the object; no process runs.
-
-        Args:
-            command: Program and arguments of every worker.
-            environs: Environment variables of each group, besides the driver's.
-        """
+        """Makes the object; no process runs."""
         self._command, self._environs = tuple(command), environs
 
     def start(self, group: int, folder: pathlib.Path, door: bytes) -> Process | None:
@@ -142,10 +137,6 @@ def divide(
 
     Without GPUs, or if JAX_PLATFORMS is `cpu`, each group has as many simulated devices
     as it needs.
-
-    Args:
-        meshes: Mesh of each group.
-        environ: Environment variables of this process.
 
     Raises:
         ConfigError: There are fewer GPUs than the groups need.

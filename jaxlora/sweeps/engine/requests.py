@@ -29,9 +29,6 @@ class Requests:
     def __init__(self, folder: pathlib.Path):
         """Opens the folder of the requests.
 
-        Args:
-            folder: Folder of the sweep, which is locked.
-
         Raises:
             ConfigError: Other users may write to the folder of the requests.
         """
@@ -107,11 +104,6 @@ def _do(driver: Driver, request: ControlRequest) -> str:
 
 def clone(driver: Driver, name: str, settings: Mapping[str, Any]) -> str:
     """Adds a copy of a configuration, which starts in its group.
-
-    Args:
-        driver: The driver.
-        name: The configuration.
-        settings: Settings that differ, and the copy's name if it is given.
 
     Returns:
         The name of the copy.

@@ -74,11 +74,6 @@ def _write_events(
 
     What a lost worker did after its last checkpoint happens again in another one. As in
     the log of a run, the earlier events are kept in a file of their own.
-
-    Args:
-        folder: Folder of the sweep.
-        events: The events, in their order.
-        state: The configurations.
     """
     found: dict[str, list[_Event]] = {METRICS_FILE: [], DROPPED_FILE: []}
     seen = set()

@@ -132,10 +132,6 @@ def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
 def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
     """Refuses a ledger of another sweep, and keeps in a new one what must not change.
 
-    Args:
-        state: The sweep as it is before the records of the ledger.
-        ledger: The ledger, whose first record has the settings.
-
     Raises:
         CheckpointError: A configuration is missing, its settings differ, or the metric
             or the rungs of halving do.

@@ -113,13 +113,7 @@ class SweepState(Mapping[str, Curve]):
         rules: Sequence[ExitRule],
         metric: Metric | None = None,
     ):
-        """Makes the state of a sweep that has not begun.
-
-        Args:
-            jobs: Settings of the configurations.
-            rules: The rules of early exit.
-            metric: What configurations are compared by; None: the held-out loss.
-        """
+        """Makes the state of a sweep that has not begun."""
         self.configurations: dict[str, Configuration] = {}
         self.decisions = Decisions(rules, metric)
         self.places: dict[str, dict[str, float]] = {}
