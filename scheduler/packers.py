@@ -131,12 +131,6 @@ def evaluate(
 ) -> Plan:
     """Checks and simulates a schedule.
 
-    Args:
-        schedule: The schedule.
-        samples: The samples that it holds.
-        lanes: The lanes that it is for.
-        cost: Times of the passes of a microbatch on one lane of each stage.
-
     Raises:
         ValueError: The cost model and the pipeline differ in the number of stages.
         RuntimeError: The schedule violates a rule.

@@ -100,14 +100,10 @@ def save_panels(
     unit: str,
     legend: Mapping[str, Any],
 ) -> None:
-    """Writes panels of bars, one below the other, on one scale.
+    """Writes panels of bars, one below the other, on one scale, which ends at `end`.
 
-    Args:
-        panels: The panels.
-        path: Image file to write. Its suffix selects the format (png, svg, pdf).
-        end: Time at which they end.
-        unit: Label of the axis of time.
-        legend: Colors by their names; none: without a legend.
+    The suffix of the path selects the format (png, svg, pdf). The legend has colors by
+    their names.
     """
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure

@@ -97,12 +97,7 @@ def _pass_ends(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Computes when the forward and backward passes end, by stage and tick.
 
-    Args:
-        forward: Times of forward passes, by stage and tick.
-        backward: Times of backward passes, by stage and tick.
-        is_real: Whether each tick is not a no-op.
-        pipeline: The pipeline.
-        communication: Time of a transfer between neighboring stages.
+    Their times are by stage and tick, too. A tick that is not real is a no-op.
     """
     num_stages, num = len(forward), len(is_real)
     clock = [0.0] * num_stages

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxlora.adapters.files.export_record import is_ours
 from jaxlora.adapters.files.merge import merge_adapter
-from jaxlora.common.atomic import wrap_os_errors, write_text
+from jaxlora.common.atomic import make_folder, wrap_os_errors, write_text
 from jaxlora.common.console import literal, plain_table, show, stdout
 from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
@@ -104,7 +104,8 @@ def merge_best(
         logger.warning(
             "%s is merged into its base: %s", best.settings.name, best.warning
         )
-    out.parent.mkdir(exist_ok=True)
+    with wrap_os_errors(out.parent):
+        make_folder(out.parent)
     merge_adapter(base, best.folder, out, revision=revision)
     logger.info("%s: merged into its base: %s", best.settings.name, out)
 

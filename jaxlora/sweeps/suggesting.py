@@ -195,11 +195,7 @@ def suggestions(
 ) -> Iterator[dict[str, float]]:
     """Yields places on the axes, the most promising first, without an end.
 
-    Args:
-        axes: The axes.
-        seed: Random seed of the search.
-        number: Number of configurations before this suggestion.
-        tried: Those that were suggested or drawn so far, in their order.
+    The number is that of the configurations before this suggestion.
     """
     import optuna
     from optuna.distributions import (

@@ -145,14 +145,7 @@ def useful_kinds(
 def _try_steps(
     deployment: Deployment, batches: Sequence[np.ndarray], mean: float, bound: float
 ) -> PlannedDeployment:
-    """Predicts a mean step from the bounds of all steps, and some that are dispatched.
-
-    Args:
-        deployment: The deployment.
-        batches: The steps.
-        mean: Mean of the lower bounds of the time of all steps.
-        bound: Lower bound of the mean step of any deployment.
-    """
+    """Predicts a mean step from the mean bound of all, and some that are dispatched."""
     size = max(1, int(np.mean([len(batch) for batch in batches])))
     num = min(_MAX_TRIALS, len(batches), max(1, _SAMPLES_TRIED // size))
     found = [dispatch(deployment, batch) for batch in batches[:num]]

@@ -154,12 +154,6 @@ def advance(
 
     Samples of slots without a job in the state are left out of account.
 
-    Args:
-        state: The stream so far.
-        ticks: The ticks that follow.
-        lengths: Tokens of the samples of a batch.
-        rules: What all ticks have in common.
-
     Raises:
         RuntimeError: A tick breaks a rule: a microbatch is too long, a sample is not
             the job's to run now, or a batch comes too early.

@@ -365,27 +365,23 @@ class Driver:
         ]
         if not new:
             return
-        num_cutoffs = len(known.cutoffs)
-        record = self.state.note(new)
-        self._records.append(record)
-        self._tell_decisions(record, has_cut=len(known.cutoffs) > num_cutoffs)
+        self._keep_decisions(self.state.note(new))
 
     def review(self) -> None:
         """Decides what follows from an end or a pause."""
-        record = self.state.review()
-        if record is not None:
-            self._records.append(record)
-            self._tell_decisions(record, has_cut=bool(record["cutoffs"]))
+        if (record := self.state.review()) is not None:
+            self._keep_decisions(record)
 
-    def _tell_decisions(self, record: Record, *, has_cut: bool) -> None:
-        """Sends verdicts to all groups that a decision concerns."""
+    def _keep_decisions(self, record: Record) -> None:
+        """Keeps a record of decisions, and sends them to all groups concerned."""
+        self._records.append(record)
         for name, (rule, reason) in record["stops"].items():
             logger.info("%s ends: %s (%s)", name, rule, reason)
         stopped = set(record["stops"])
         for number in self.state.folders:
             held = [c.name for c in self.state.of_group(number)]
-            names = held if has_cut else [name for name in held if name in stopped]
-            self._verdicts(number, names)
+            has_cut = bool(record["cutoffs"])
+            self._verdicts(number, [n for n in held if has_cut or n in stopped])
 
     def _verdicts(self, number: int, names: list[str]) -> None:
         found = [self.state.verdict(name) for name in names]

@@ -41,13 +41,8 @@ def run_on_host(
 ) -> Lost:
     """Runs the process of a group, unless this host has another folder of that name.
 
-    Args:
-        command: The program and its arguments.
-        folder: Folder of the group's run, which all hosts share.
-        environ: Environment variables besides those of this task, which has the group's
-            devices in CUDA_VISIBLE_DEVICES.
-        door: Goes to the standard input of the process.
-        driver: The process that has the folder of the sweep.
+    This task has the devices of the group in CUDA_VISIBLE_DEVICES, and `door` goes to
+    the standard input of the process.
 
     Returns:
         How it has ended.

@@ -278,12 +278,7 @@ class Link:
     def listen(
         self, receive: Callable[[m.ToWorker], None], ended: Callable[[], None]
     ) -> None:
-        """Receives messages in a thread of its own.
-
-        Args:
-            receive: Is called with each message of the driver.
-            ended: Is called when the driver has ended or wants this process to end.
-        """
+        """Receives messages in a thread of its own, until the driver has ended."""
 
         def read() -> None:
             try:

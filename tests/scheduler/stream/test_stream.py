@@ -23,9 +23,8 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.scheduler.pack.fill import balanced, evened, fill_ticks
 from jaxlora.scheduler.pack.jobs import JobQueue, job_batches
-from jaxlora.scheduler.stream.plan_ahead import PlanAhead
 from jaxlora.scheduler.stream.state import Position, Rules, StreamState, advance
-from jaxlora.scheduler.stream.stream import Stretch, next_stretch
+from jaxlora.scheduler.stream.stream import PlanAhead, Stretch, next_stretch
 from tests.scheduler.strategies import seeds
 
 LIMITS = Limits(capacity=512, block_tokens=16)
