@@ -63,7 +63,7 @@ class Ramps:
                 lengths = [items[i][1] for i in indices]
                 sizes[0, m, k] = self._limits.padded(sum(lengths))
                 sizes[1, m, k] = sum(n * n for n in lengths)
-        times = self.makespans(*sizes)
+        times = self.makespans(sizes)
         best = int(np.argmin(times))
         return splits[best], float(times[best])
 
@@ -75,16 +75,11 @@ class Ramps:
             math.ceil(len(items) / self._limits.most_samples),
         )
 
-    def makespans(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Returns the makespans of ticks that run alone.
-
-        Args:
-            tokens: Padded tokens [ticks, variants].
-            squares: Sums of the squared sample lengths [ticks, variants].
-        """
-        nothing = np.zeros(len(tokens))
-        alone = Segment(nothing, nothing, 0, len(tokens), self._cost, self._pipeline)
-        return alone.makespans(tokens, squares)
+    def makespans(self, sizes: np.ndarray) -> np.ndarray:
+        """Returns the makespans of ticks that run alone; see `Segment.makespans`."""
+        num = sizes.shape[1]
+        alone = Segment(np.zeros((2, num)), 0, num, self._cost, self._pipeline)
+        return alone.makespans(sizes)
 
     def _best_profiles(
         self, rounded: int, fewest: int, num_items: int
@@ -92,11 +87,10 @@ class Ramps:
         """Returns the profiles with the shortest makespans for divisible work."""
         most = max(fewest, min(num_items, fewest + _MAX_MORE * self._cost.num_stages))
         shapes = [p for num in range(fewest, most + 1) for p in _profiles(num)]
-        tokens = np.zeros((most, len(shapes)))
+        sizes = np.zeros((2, most, len(shapes)))
         for k, shape in enumerate(shapes):
-            tokens[: len(shape), k] = np.array(shape) * _RATIO**rounded
-        tokens = np.minimum(tokens, self._limits.capacity)
-        times = self.makespans(tokens, np.zeros_like(tokens))
+            sizes[0, : len(shape), k] = np.array(shape) * _RATIO**rounded
+        times = self.makespans(np.minimum(sizes, self._limits.capacity))
         ranked = np.argsort(times, kind="stable")
         # Items are not divisible, so the best profile of each number of microbatches is
         # tried as well.

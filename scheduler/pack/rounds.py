@@ -98,17 +98,17 @@ def _placed(
         for number, batch in zip(rounds, batches, strict=True):
             sizes[0, number, job] = padded_tokens(batch, limits)
             sizes[1, number, job] = sum(s.num_tokens**2 for s in batch)
-    is_in, empty = sizes[0] > 0, np.zeros(num * distance)
-    segment = Segment(empty, empty, 0, len(empty), cost, pipeline)
+    is_in, num_ticks = sizes[0] > 0, num * distance
+    segment = Segment(np.zeros((2, num_ticks)), 0, num_ticks, cost, pipeline)
     starts = distance * np.arange(num)[:, None]
 
     def best_of(tried: np.ndarray) -> tuple[float, np.ndarray]:
         times = []
         for some in np.array_split(tried, -(-len(tried) // _MAX_TOGETHER)):
-            ticks = np.zeros((2, len(empty), len(some)))
+            ticks = np.zeros((2, num_ticks, len(some)))
             for variant, slots in enumerate(some):
                 ticks[:, (starts + slots)[is_in], variant] = sizes[:, is_in]
-            times.append(segment.makespans(ticks[0], ticks[1]))
+            times.append(segment.makespans(ticks))
         every = np.concatenate(times)
         return float(every.min()), tried[int(every.argmin())]
 

@@ -361,7 +361,7 @@ def test_an_unknown_or_early_sample_is_refused():
     for wrong, why in (
         (dataclasses.replace(first, index=99), r"samples \[99\] of slot 0"),
         (dataclasses.replace(first, batch=1), r"has batches \[1\] of slot 0"),
-        (dataclasses.replace(first, num_tokens=999), "over the capacity"),
+        (dataclasses.replace(first, num_tokens=999), "over its capacity"),
         (dataclasses.replace(first, num_tokens=first.num_tokens + 1), "other lengths"),
     ):
         with pytest.raises(RuntimeError, match=why):
