@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import subprocess
 from collections.abc import Mapping, Sequence
 
 from jaxlora.common.atomic import make_folder
+from jaxlora.device_check import A_GPU
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory.gpu_share import query_gpus
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -162,6 +164,8 @@ def _gpus(environ: Mapping[str, str]) -> list[str] | None:
     """Returns the GPUs that this process may use; None if there are none at all."""
     visible = environ.get(VISIBLE)
     if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
+        # CUDA ignores what follows an invalid entry.
+        names = map(str.strip, visible.split(","))
+        return list(itertools.takewhile(A_GPU.fullmatch, names))
     found = query_gpus()
     return None if found is None else [gpu.uuid for gpu in found]
