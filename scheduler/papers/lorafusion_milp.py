@@ -112,8 +112,8 @@ class _Assignment:
             self.blocks.append(pulp.lpSum(padded))
 
     def solve(self, *, time_limit: float, seed: int) -> Solution:
-        answer = solver.solve(self.problem, time_limit=time_limit, seed=seed)
-        if answer.objective is None:
+        objective, proved = solver.solve(self.problem, time_limit=time_limit, seed=seed)
+        if objective is None:
             return None, False
         bins: list[list[Sample]] = [[] for _ in self.blocks]
         for sample, row in zip(self._samples, self._chosen, strict=True):
@@ -121,4 +121,4 @@ class _Assignment:
             if len(held) != 1:
                 raise solver.SolverError(f"HiGHS put {sample} into {len(held)} bins.")
             bins[held[0]].append(sample)
-        return [b for b in bins if b], answer.proved
+        return [b for b in bins if b], proved

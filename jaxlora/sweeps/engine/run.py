@@ -146,8 +146,7 @@ def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
             "halving": halving_of(rules),
             "metric": state.decisions.metric.name,
         }
-        ledger.append([record])
-        ledger.records.append(record)
+        ledger.begin(record)
         return
     check_same_rungs(
         rules, ledger.records[0].get("halving"), "the sweep that has begun"
@@ -238,8 +237,7 @@ def _kept(plans: GroupPlans | None, config: RunConfig, ledger: Ledger) -> GroupP
         return GroupPlans.of(begun[-1])
     plans = plans or plan_in_process(config)
     record = {"kind": "plan", **dataclasses.asdict(plans)}
-    ledger.append([record])
-    ledger.records.append(record)
+    ledger.begin(record)
     logger.info(
         "groups: auto: %s; %.1f s predicted, if none ends early",
         "; ".join(
