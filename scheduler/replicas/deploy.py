@@ -29,9 +29,9 @@ import numpy as np
 import pulp
 
 from jaxlora.scheduler import solver
+from jaxlora.scheduler.replicas.bound import Steps
 from jaxlora.scheduler.replicas.dispatcher import dispatch
 from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind, check_fit
-from jaxlora.scheduler.replicas.steps import Steps
 
 _MAX_NODES = 2000  # of each program
 _MAX_PROGRAMS = 4

@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from jaxlora.common.atomic import make_folder
+from jaxlora.common.atomic import make_folder, wrap_os_errors
 from jaxlora.device_check import A_GPU
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory.gpu_share import query_gpus
@@ -52,17 +52,18 @@ class Process:
             environ: Environment variables besides those of this process.
             door: Goes to its standard input, as others cannot see that.
         """
-        make_folder(folder)
         self._folder = folder
-        with open(folder / LOG_FILE, "ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environ},
-                start_new_session=True,
-            )
+        with wrap_os_errors(folder):
+            make_folder(folder)
+            with open(folder / LOG_FILE, "ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **environ},
+                    start_new_session=True,
+                )
         pipe = self._process.stdin
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError), pipe:

@@ -15,7 +15,7 @@ import pytest
 from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.common import atomic
 from jaxlora.config.sweep_config import ExitRule, Metric
-from jaxlora.errors import CheckpointError, ConfigError, ProcessError
+from jaxlora.errors import CheckpointError, ConfigError, ProcessError, StorageError
 from jaxlora.run.folder import SWEEP_LEDGER, check_folder
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.live.client import send
@@ -426,6 +426,13 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
     monkeypatch.setattr(driving, "_MOST_FAILURES", 2)
     with pytest.raises(ProcessError, match=r"all 2 groups .* 2 times.*--resume"):
         make(jobs=5, workers=InstantWorkers(dies=99)).run()
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
+    (tmp_path / "groups").touch()
+    launcher = Launcher((sys.executable, "-c", ""), [{}])
+    with pytest.raises(StorageError, match="groups"):
+        launcher.start(0, tmp_path / "groups" / "0-1", b"")
 
 
 def test_a_lost_worker_leaves_no_temporary_files(make, tmp_path):
