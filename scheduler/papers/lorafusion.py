@@ -243,19 +243,15 @@ class Statistics:
 
 def statistics(samples: Iterable[Sample]) -> tuple[Statistics, ...]:
     """Returns the statistics of each job, in ascending order of jobs."""
-    lengths: dict[int, list[int]] = {}
-    batches: dict[int, set[int]] = {}
-    for sample in samples:
-        lengths.setdefault(sample.owner, []).append(sample.num_tokens)
-        batches.setdefault(sample.owner, set()).add(sample.batch)
     return tuple(
         Statistics(
             job=job,
             mean=float(np.mean(tokens)),
             std=float(np.std(tokens, ddof=1)) if len(tokens) > 1 else 0.0,
-            batch_size=len(tokens) / len(batches[job]),
+            batch_size=len(tokens) / len(batches),
         )
-        for job, tokens in sorted(lengths.items())
+        for job, batches in sorted(batches_by_job(samples).items())
+        for tokens in [[s.num_tokens for batch in batches for s in batch]]
     )
 
 
@@ -267,9 +263,6 @@ def head_tail(
     The job with the longest sequences is paired with the job with the shortest. A pair
     is made only if the other jobs fill the D - 1 microbatches between two of its
     batches. Otherwise the job of the two that fills more microbatches stays alone.
-
-    References:
-        LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2.
     """
     filled = {s.job: s.microbatches(limits) for s in jobs}
     order = sorted(jobs, key=lambda s: (-s.mean, s.job))
