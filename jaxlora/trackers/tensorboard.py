@@ -26,8 +26,8 @@ def _without(package: str) -> Iterator[None]:
         del modules[package]
 
 
-# tensorboardX imports torch if that is installed, which takes seconds of each start, and
-# needs it for torch's tensors alone.
+# tensorboardX imports torch if that is installed, which takes seconds of each start. It
+# needs torch for nothing but tensors of torch.
 with _without("torch"):
     from tensorboardX.proto import event_pb2, summary_pb2
     from tensorboardX.record_writer import RecordWriter
