@@ -29,7 +29,7 @@ class Graph:
         live: Whether a result depends on each equation.
         maker: The number of the equation that computes each variable.
         users: The numbers of the live equations that read each variable, and `RESULT`.
-        added: Equations of further variables, by these.
+        added: Equations of further variables that sites may read, by these.
     """
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:

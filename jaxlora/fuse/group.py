@@ -1,23 +1,25 @@
 """Joins sites that read the same x, so that the kernels read it once for all."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
-from jaxlora.fuse.kernel_call import inputs_of
-from jaxlora.fuse.site import Index, Site
+from jaxlora.fuse.site import Site
 
 
 def group_sites(sites: Sequence[Site]) -> tuple[Site, ...]:
     """Joins sites of one jaxpr that have the same x and do not depend on each other."""
     groups: list[Site] = []
-    by_input: dict[Any, list[int]] = {}
+    alike: dict[Hashable, list[int]] = {}
     for site in sites:
-        places = by_input.setdefault(site.x.var, [])
+        places = alike.setdefault(_kind(site), [])
         for place in places:
-            joined = _join(groups[place], site)
-            if joined is not None:
-                groups[place] = joined
+            first = groups[place]
+            if not site.graph.depends(site.inputs, first.roots):
+                groups[place] = dataclasses.replace(
+                    first,
+                    linears=(*first.linears, *site.linears),
+                    names=first.names + site.names,
+                )
                 break
         else:
             places.append(len(groups))
@@ -27,62 +29,17 @@ def group_sites(sites: Sequence[Site]) -> tuple[Site, ...]:
 
 def ungroup(site: Site) -> tuple[Site, ...]:
     """Returns the sites that were joined, one for each linear."""
-    return tuple(dataclasses.replace(site, projections=(p,)) for p in site.projections)
+    return tuple(dataclasses.replace(site, linears=(one,)) for one in site.linears)
 
 
-def _join(first: Site, second: Site) -> Site | None:
-    """Returns both sites as one, or None if one call cannot compute them."""
-    names = _same_roles(first, second)
-    if names is None or _kind(first) != _kind(second):
-        return None
-    if first.graph.depends(inputs_of(second), {p.root for p in first.projections}):
-        return None
-    projections = tuple(_rename(p, names) for p in second.projections)
-    return dataclasses.replace(
-        first,
-        projections=(*first.projections, *projections),
-        equations=first.equations | second.equations,
-        names=first.names + second.names,
-    )
-
-
-def _kind(site: Site) -> tuple:
+def _kind(site: Site) -> Hashable:
     """Returns what the linears of one call must have in common."""
-    p = site.projections[0]
-    is_transposed = p.w.indices[-1] in site.in_indices
-    how = site.implementation, site.block_tokens, site.dtype, site.num_adapters
-    return *how, site.keeps_s, p.mask is None, is_transposed
-
-
-def _same_roles(first: Site, second: Site) -> dict[Index, Index] | None:
-    """Returns how to rename the second site's indices; None: it reads x differently."""
-    if first.x.var is not second.x.var or len(first.x.indices) != len(second.x.indices):
-        return None
-    if first.selection is not None or second.selection is not None:
-        return None
-    names = dict(zip(second.x.indices, first.x.indices, strict=True))
-    if any(first.sizes[new] != second.sizes[old] for old, new in names.items()):
-        return None
-    roles = ("adapter_indices", "row_indices", "in_indices")
-    for role in roles:
-        renamed = tuple(names.get(i, i) for i in getattr(second, role))
-        if renamed != getattr(first, role):
-            return None
-    return names
-
-
-def _rename(value: Any, names: dict[Index, Index]) -> Any:
-    """Renames the indices in a part of a projection."""
-    if isinstance(value, tuple):
-        return tuple(_rename_index(part, names) for part in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (f.name for f in dataclasses.fields(value))
-        return dataclasses.replace(
-            value, **{name: _rename(getattr(value, name), names) for name in fields}
-        )
-    return value
-
-
-def _rename_index(value: Any, names: dict[Index, Index]) -> Any:
-    # All tuples of int hold indices.
-    return names.get(value, value) if type(value) is int else _rename(value, names)
+    linear = site.first
+    if linear.selection is not None:
+        return site  # its rows are laid out for it alone
+    place = linear.x.indices.index  # of an index among those of x
+    roles = (linear.adapter_indices, linear.row_indices, linear.in_indices)
+    layout = tuple(tuple((place(i), linear.size_of([i])) for i in r) for r in roles)
+    how = site.implementation, site.block_tokens, site.dtype, site.precision
+    is_masked = linear.mask is not None
+    return linear.x.var, layout, how, site.keeps_s, is_masked, linear.is_transposed

@@ -93,7 +93,7 @@ class Maker:
     rows: tuple[core.Var, ...]
     features: tuple[core.Var, ...]
     expression: RowExpression
-    equations: frozenset[int]
+    equations: frozenset[int] = dataclasses.field(compare=False)
     is_closed: bool
 
     @property
@@ -165,10 +165,11 @@ def _as_read(graph: Graph, x: core.Var, dtype: np.dtype) -> core.Var:
 
 def rows_before_features(site: Site) -> int | None:
     """Returns the first dimension of x with features; None: they are not the last."""
-    order = (*site.adapter_indices, *site.row_indices, *site.in_indices)
+    linear = site.first
+    order = (*linear.adapter_indices, *linear.row_indices, *linear.in_indices)
     if site.x.indices != order:
         return None
-    held = set(site.in_indices)
+    held = set(linear.in_indices)
     return next(i for i, dim in enumerate(site.x.dims) if held & set(dim))
 
 
@@ -181,7 +182,7 @@ class _Walk:
         self.site = site
         self.dtype = site.dtype
         self.roots = roots
-        self.sizes = site.num_tokens, site.in_features
+        self.sizes = site.num_tokens, site.first.in_features
         self.inside: set[int] = set()
         self.splits: dict[core.Var, int] = {}
         self.todo: list[int] = []  # a heap of numbers of equations, the last one first

@@ -225,8 +225,7 @@ def _random(aval: jax.ShapeDtypeStruct, number: int) -> jax.Array:
 def frozen_inputs(part: Part) -> set[Any]:
     """Returns the variables of a part's weights, biases and values of features."""
     frozen = {v for maker in part.makers for v in maker.features}
-    for site in part.sites:
-        for p in site.projections:
-            operands = (p.w, *p.w_scales, *(() if p.bias is None else (p.bias,)))
-            frozen |= {o.var for o in operands}
+    for linear in (linear for site in part.sites for linear in site.linears):
+        factors = (linear.w, *linear.w_scales, linear.bias)
+        frozen |= {factor.var for factor in factors if factor is not None}
     return frozen

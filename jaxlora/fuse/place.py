@@ -10,14 +10,12 @@ import networkx as nx
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.part_call import part_call
+from jaxlora.fuse.graph import Graph
+from jaxlora.fuse.kernel_call import part_call
+from jaxlora.fuse.normal_forms.forms import Index
 from jaxlora.fuse.producers import Part
 from jaxlora.fuse.row_program import RowExpression
-from jaxlora.fuse.site import Index
-from jaxlora.fuse.trace import Call, Opened
-
-# Fields of a part that say where it is.
-_PLACE = ("path", "location", "graph", "equations", "sizes", "products")
+from jaxlora.fuse.trace import Call, inlined
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,35 +46,29 @@ class Placed:
     """
 
     def __init__(
-        self, opened: Opened, parts: Sequence[Part], added: Sequence[Any]
+        self, graph: Graph, calls: Sequence[Call], parts: Sequence[Part]
     ) -> None:
-        self.eqns = opened.jaxpr.eqns
+        self.eqns, self.maker = graph.jaxpr.eqns, graph.maker
         self.left = dict(enumerate(parts))  # the parts that are not in kept calls
         self.calls: list[Call] = []  # that are kept, in order
-        self.number_of = {
-            v: number for number, eqn in enumerate(self.eqns) for v in eqn.outvars
-        }
         self.made_by = {v: n for n, part in self.left.items() for v in part.outputs}
         # Equations that compute what a part reads or writes, with the part's number.
         self.touching = sorted(
-            (self.number_of[v], n)
+            (self.maker[v], n)
             for n, part in self.left.items()
             for v in (*part.inputs, *part.outputs)
-            if v in self.number_of
+            if v in self.maker
         )
         self.names: dict[Any, Any] = {}
         self.nodes: list[Node] = []
-        self._place(opened.calls, 0, len(self.eqns))
-        for eqn in added:
-            self._append_equation(len(self.eqns), eqn)
+        self._place(calls, 0, len(self.eqns))
+        for var, eqn in graph.added.items():
+            if var is eqn.outvars[0]:
+                self._append_equation(len(self.eqns), eqn)
         for part in self.left.values():
-            first = min(self.number_of[out] for out in part.outputs)
+            first = min(self.maker[out] for out in part.outputs)
             self._append(first, part.inputs, part.outputs, part=part)
-        self.results = [self.substitute(v) for v in opened.jaxpr.outvars]
-
-    def maker(self, var: core.Var) -> Any:
-        """Returns the equation of the old jaxpr that computes a variable."""
-        return self.eqns[self.number_of[var]]
+        self.results = [self.substitute(v) for v in graph.jaxpr.outvars]
 
     def substitute(self, atom: Any) -> Any:
         """Returns the variable that holds an opened call's value in the new jaxpr."""
@@ -125,15 +117,15 @@ class Placed:
         self._append_equation(call.start, call.eqn)
 
     def _is_within(self, atom: Any, call: Call) -> bool:
-        if isinstance(atom, core.Literal) or atom not in self.number_of:
+        if isinstance(atom, core.Literal) or atom not in self.maker:
             return False
-        return call.start <= self.number_of[atom] < call.stop
+        return call.start <= self.maker[atom] < call.stop
 
     def is_in_body(self, variables: Sequence[Any]) -> bool:
         """Returns whether bodies of kept calls compute all of some variables again."""
 
         def is_within(var: Any) -> bool:
-            number = self.number_of.get(var, -1)
+            number = self.maker.get(var, -1)
             place = bisect.bisect(self.calls, number, key=lambda call: call.start)
             return place > 0 and self._is_within(var, self.calls[place - 1])
 
@@ -146,17 +138,22 @@ class Placed:
 
 
 def place_parts(
-    opened: Opened, parts: Sequence[Part], added: Sequence[Any]
+    graph: Graph, calls: Sequence[Call], parts: Sequence[Part]
 ) -> tuple[Placed, list[Node]] | None:
     """Returns the nodes of a rewritten jaxpr in an order in which they can run.
 
     None: parts depend on each other.
+
+    Args:
+        graph: The jaxpr.
+        calls: The calls that it had before they were opened.
+        parts: The parts.
     """
-    placed = Placed(opened, parts, added)
-    graph: nx.DiGraph = nx.DiGraph()
-    graph.add_nodes_from(range(len(placed.nodes)))
+    placed = Placed(graph, calls, parts)
+    order: nx.DiGraph = nx.DiGraph()
+    order.add_nodes_from(range(len(placed.nodes)))
     maker = {v: i for i, node in enumerate(placed.nodes) for v in node.outputs}
-    graph.add_edges_from(
+    order.add_edges_from(
         (maker[v], i)
         for i, node in enumerate(placed.nodes)
         for v in node.inputs
@@ -164,8 +161,8 @@ def place_parts(
     )
     results = (v for v in placed.results if isinstance(v, core.Var))
     wanted = {maker[v] for v in results if v in maker}
-    layers = nx.bfs_layers(graph.reverse(copy=False), wanted) if wanted else []
-    needed = graph.subgraph(i for layer in layers for i in layer).copy()
+    layers = nx.bfs_layers(order.reverse(copy=False), wanted) if wanted else []
+    needed = order.subgraph(i for layer in layers for i in layer).copy()
     if not nx.is_directed_acyclic_graph(needed):
         return None
     in_order = nx.lexicographical_topological_sort(
@@ -184,34 +181,15 @@ def part_equations(
         placed: The nodes of the jaxpr that has the part.
         traces: The calls that were traced, by signature and mesh.
     """
-    inputs = part.inputs
-    context = placed.maker(part.outputs[0]).ctx
+    context = placed.eqns[placed.maker[part.outputs[0]]].ctx
     key = signature(part), context.cur_abstract_mesh
     if key not in traces:
         # As a call of jit, the kernels' own gradient also runs in an eager shard_map.
         call = jax.jit(part_call(part))
         with context.manager:
-            traces[key] = jax.make_jaxpr(call)(*(v.aval for v in inputs))
-    traced, substitute = traces[key], placed.substitute
-    env: dict[Any, Any] = dict(zip(traced.invars, map(substitute, inputs), strict=True))
-    consts = zip(traced.constvars, traced.consts, strict=True)
-    env |= {v: core.Literal(value, v.aval) for v, value in consts}
-    env |= zip(traced.outvars, part.outputs, strict=True)
-    return list(_renamed(traced.eqns, env))
-
-
-def _renamed(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterable[Any]:
-    """Yields equations with the variables of `env`, and new ones for the others."""
-
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in eqns:
-        for out in eqn.outvars:
-            env.setdefault(out, core.Var(out.aval))
-        yield eqn.replace(
-            invars=[read(v) for v in eqn.invars], outvars=[env[v] for v in eqn.outvars]
-        )
+            traces[key] = jax.make_jaxpr(call)(*(v.aval for v in part.inputs))
+    inputs = map(placed.substitute, part.inputs)
+    return inlined(traces[key], inputs, part.outputs)[0]
 
 
 def signature(part: Part) -> Hashable:
@@ -221,7 +199,7 @@ def signature(part: Part) -> Hashable:
     of the layers of a decoder.
     """
     places = {v: i for i, v in enumerate(part.inputs)}
-    sizes = part.site.sizes
+    sizes = part.site.first.indices.sizes
     names: dict[Index, int] = {}
 
     def describe(value: Any, *, is_index: bool = False) -> Hashable:
@@ -234,11 +212,8 @@ def signature(part: Part) -> Hashable:
         if isinstance(value, core.Literal):
             return np.asarray(value.val).tobytes(), value.aval
         if dataclasses.is_dataclass(value):
-            fields = (f.name for f in dataclasses.fields(value))
-            return (
-                type(value).__name__,
-                *(describe(getattr(value, f)) for f in fields if f not in _PLACE),
-            )
+            fields = (f.name for f in dataclasses.fields(value) if f.compare)
+            return type(value).__name__, *(describe(getattr(value, f)) for f in fields)
         if is_index and type(value) is int:  # all tuples of int hold indices
             return names.setdefault(value, len(names)), sizes[value]
         return value

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 from jax.extend import core, linear_util
 
-from jaxlora.fuse.choose import Choice, Chooser
-from jaxlora.fuse.graph import BODIES
+from jaxlora.fuse.choose import Choice, choose
+from jaxlora.fuse.graph import BODIES, Graph
 from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.linears.match import find_sites
 from jaxlora.fuse.measure import Stopwatch
 from jaxlora.fuse.place import part_equations, place_parts
 from jaxlora.fuse.producers import Part
 from jaxlora.fuse.site import Refusal, Site
-from jaxlora.fuse.trace import Opened, open_calls
+from jaxlora.fuse.trace import open_calls
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 
 
@@ -62,9 +62,7 @@ class _Rewriter:
 
     def __init__(self, implementation: str, stopwatch: Stopwatch | None) -> None:
         self.implementation = implementation
-        self.chooser = Chooser(
-            implementation=implementation, program=self._program, stopwatch=stopwatch
-        )
+        self.stopwatch = stopwatch
         self.traces: dict[Hashable, core.Jaxpr] = {}
         self.done: dict[tuple[int, tuple[str, ...]], tuple[core.Jaxpr, Rewritten]] = {}
 
@@ -77,17 +75,16 @@ class _Rewriter:
 
     def _rewrite(self, jaxpr: core.Jaxpr, path: tuple[str, ...]) -> Rewritten:
         opened = open_calls(jaxpr)
-        found = find_sites(opened.jaxpr, path, self.implementation)
-        grouped = group_sites(found.sites)
-        for chosen in self._choices(grouped):
-            placed = place_parts(opened, _parts_of(chosen), found.added)
+        graph = Graph(opened.jaxpr)
+        sites, refusals = find_sites(graph, path, self.implementation)
+        for chosen in self._choices(group_sites(sites)):
+            placed = place_parts(graph, opened.calls, _parts_of(chosen))
             if placed is not None:
                 break
         else:
             raise AssertionError("sites depend on each other")
         rewritten, nodes = placed
         choices = [c for c in chosen if not rewritten.is_in_body(c.outputs)]
-        refusals = [*found.refusals]
         eqns: list[Any] = []
         for node in nodes:
             if node.part is not None:
@@ -107,15 +104,15 @@ class _Rewriter:
 
     def _choices(self, sites: Sequence[Site]) -> Iterator[list[Choice]]:
         """Yields what to do with sites, until no two parts depend on each other."""
-        chosen = self.chooser.choose(sites)
-        yield chosen
-        yield [choice.apart() for choice in chosen]
-        chosen = self.chooser.choose([one for site in sites for one in ungroup(site)])
-        yield [choice.apart() for choice in chosen]
+        for some in (sites, [one for site in sites for one in ungroup(site)]):
+            chosen = choose(some, self.implementation, self._program, self.stopwatch)
+            if some is sites:
+                yield chosen
+            yield [choice.apart() for choice in chosen]
 
     def _program(self, jaxpr: core.Jaxpr, parts: Sequence[Part]) -> core.Jaxpr | None:
         """Returns a jaxpr with parts in the kernels; None: they need each other."""
-        placed = place_parts(Opened(jaxpr=jaxpr, calls=()), parts, ())
+        placed = place_parts(Graph(jaxpr), (), parts)
         if placed is None:
             return None
         rewritten, nodes = placed

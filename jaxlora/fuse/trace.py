@@ -7,7 +7,7 @@ and remembers them, so that a call that need not be opened is kept as it is.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core, source_info_util
@@ -85,6 +85,28 @@ def _open_into(
             Call(eqn=eqn, start=start, stop=len(eqns), results=results, calls=nested)
         )
     return tuple(calls)
+
+
+def inlined(
+    jaxpr: Any, inputs: Iterable[Any], outputs: Sequence[core.Var] = ()
+) -> tuple[list[Any], list[Any]]:
+    """Returns the equations of a traced function, and the atoms of its results.
+
+    Args:
+        jaxpr: The traced function.
+        inputs: The atoms in the place of its arguments.
+        outputs: Variables in the place of its results; none: they get new ones.
+    """
+    env: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+    consts = zip(jaxpr.constvars, jaxpr.consts, strict=True)
+    env |= {v: core.Literal(value, v.aval) for v, value in consts}
+    env |= zip(jaxpr.outvars, outputs, strict=bool(outputs))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        outvars = [env.setdefault(v, core.Var(v.aval)) for v in eqn.outvars]
+        read = [_read(env, v) for v in eqn.invars]
+        eqns.append(eqn.replace(invars=read, outvars=outvars))
+    return eqns, [_read(env, v) for v in jaxpr.outvars]
 
 
 def _is_opened(eqn: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlora.fuse.graph import RESULT, Graph
-from jaxlora.fuse.linears.linear import MAX_RANK, RANK_FRACTION
+from jaxlora.fuse.linears.branches import MAX_RANK, RANK_FRACTION
 from jaxlora.fuse.linears.open_sums import ADDS, PRODUCTS, carries
 
 

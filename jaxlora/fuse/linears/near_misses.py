@@ -6,12 +6,12 @@ Only reasons follow from these forms: they are not the forms of the values.
 from typing import Any
 
 from jaxlora.fuse.graph import Graph
-from jaxlora.fuse.linears.linear import Linear
 from jaxlora.fuse.linears.sharing import has_input, holds_features, inputs_in
 from jaxlora.fuse.normal_forms.forms import Form, Opaque, align
 from jaxlora.fuse.normal_forms.like_terms import same_product
 from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.normal_forms.rules import RULES
+from jaxlora.fuse.site import Linear
 
 
 class LenientNormalizer(Normalizer):
@@ -70,14 +70,13 @@ def _name(eqn: Any) -> str:
     return eqn.primitive.name if body is None else body.debug_info.func_name
 
 
-def obstacle_of(n: LenientNormalizer, jaxpr: Any, linear: Linear) -> str | None:
+def obstacle_of(n: LenientNormalizer, linear: Linear) -> str | None:
     """Returns what keeps kernels from computing a linear that was read leniently.
 
     None: it is not known, as a function is applied to its input.
 
     Args:
         n: Has read the jaxpr.
-        jaxpr: The jaxpr.
         linear: The linear.
     """
     for number in sorted(linear.equations):
@@ -85,7 +84,7 @@ def obstacle_of(n: LenientNormalizer, jaxpr: Any, linear: Linear) -> str | None:
             return n.obstacles[number]
         if number not in n.functions:
             continue
-        form = n.form(jaxpr.eqns[number].outvars[0])
+        form = n.form(n.graph.jaxpr.eqns[number].outvars[0])
         if not has_input(form, linear):
             continue
         if holds_features(form, linear):
@@ -102,7 +101,7 @@ def _place(n: Normalizer, form: Form, linear: Linear, number: int) -> str:
     """Says to which of its values a linear applies a function."""
     rows = {i for dims in inputs_in(form, linear) for dim in dims for i in dim}
     width = n.indices.size_of(i for i in form.indices if i not in rows)
-    if width < n.indices.size_of(linear.out_indices):
+    if width < linear.out_features:
         return "between A and B"
     is_base = number in linear.base.equations
     return "to its frozen product" if is_base else "to its branch"

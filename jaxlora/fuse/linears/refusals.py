@@ -5,12 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxlora.fuse.graph import Graph
-from jaxlora.fuse.linears.linear import Linear
 from jaxlora.fuse.linears.open_sums import PRODUCTS
 from jaxlora.fuse.normal_forms.forms import holds, narrower
+from jaxlora.fuse.site import Linear
 
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
@@ -38,14 +37,6 @@ def weight_reason(linear: Linear, graph: Graph) -> str | None:
     return None
 
 
-def precision_of(linear: Linear) -> lax.Precision | None:
-    """Returns what all products of a linear are asked for; None: they differ."""
-    asked = linear.base.precisions.union(*linear.branch_precisions)
-    if len(asked) > 1:
-        return None
-    return next(iter(asked), lax.Precision.DEFAULT)
-
-
 def sharding_reason(linear: Linear) -> str | None:
     """Returns why the arrays' shardings keep kernels from reading rows of tokens."""
     branches = [o.var for b in linear.branches for o in (*b.a, *b.b)]
@@ -60,13 +51,8 @@ def sharding_reason(linear: Linear) -> str | None:
     return None
 
 
-def rounding_reason(linear: Linear, result: np.dtype) -> str | None:
-    """Returns why the kernels' result would be less exact than the original.
-
-    Args:
-        linear: The linear.
-        result: The dtype of its sum.
-    """
+def rounding_reason(linear: Linear) -> str | None:
+    """Returns why the kernels' result would be less exact than the original."""
     kernel, rounded = linear.x.dtype, linear.base.rounded
     if kernel not in KERNEL_DTYPES:
         able = ", ".join(map(str, KERNEL_DTYPES))
@@ -76,7 +62,8 @@ def rounding_reason(linear: Linear, result: np.dtype) -> str | None:
     assert rounded is not None
     if not holds(kernel, rounded):
         return f"its sum is kept in {rounded}, and the kernels round it to {kernel}"
-    for dtype in linear.branch_dtypes:
+    for branch in linear.branches:
+        dtype = branch.term.rounded
         if dtype is None or holds(kernel, dtype):
             continue
         if dtype.itemsize <= kernel.itemsize:
@@ -86,26 +73,28 @@ def rounding_reason(linear: Linear, result: np.dtype) -> str | None:
                 f"its branch is summed in {dtype}, and the kernels would round it and "
                 f"its gradients to {kernel}. Cast x, A and B to {kernel} first"
             )
-    if is_restored(linear, result):
-        narrowest = functools.reduce(narrower, linear.branch_dtypes, rounded)
+    if is_restored(linear):
         return (
-            f"a sum in it is rounded to {narrowest} and cast to a larger dtype, and "
-            "the kernels would not round it"
+            f"a sum in it is rounded to {_narrowest(linear)} and cast to a larger "
+            "dtype, and the kernels would not round it"
         )
     return None
 
 
-def is_restored(linear: Linear, result: np.dtype) -> bool:
+def is_restored(linear: Linear) -> bool:
     """Whether a sum was rounded to less than the kernels or the result hold.
 
     A sum that is rounded to the kernels' own dtype, and cast to a larger one to be
     scaled, is only rounded once less by the kernels.
-
-    Args:
-        linear: The linear.
-        result: The dtype of its sum.
     """
-    kernel = linear.x.dtype
-    rounded = functools.reduce(narrower, linear.branch_dtypes, linear.base.rounded)
-    is_exact = rounded is None or (holds(rounded, kernel) and holds(kernel, result))
-    return linear.restored and not is_exact
+    kernel, rounded = linear.x.dtype, _narrowest(linear)
+    result: Any = linear.root.aval
+    is_exact = rounded is None or (
+        holds(rounded, kernel) and holds(kernel, result.dtype)
+    )
+    return any(term.restored for term in linear.terms) and not is_exact
+
+
+def _narrowest(linear: Linear) -> np.dtype | None:
+    """Returns the smallest dtype to which a sum in a linear is rounded."""
+    return functools.reduce(narrower, (term.rounded for term in linear.terms))

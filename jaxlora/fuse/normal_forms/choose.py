@@ -22,6 +22,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Dims,
     Factor,
     Form,
+    Index,
     Indices,
     Opaque,
     Term,
@@ -30,7 +31,6 @@ from jaxlora.fuse.normal_forms.forms import (
     multiply,
     sum_over,
 )
-from jaxlora.fuse.site import Index
 
 _CHOICE_DTYPE = np.dtype(np.int32)
 

@@ -16,10 +16,9 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.site import Index, Operand
-
 MAX_TERMS = 8  # a value with more is an opaque array
 
+Index = int  # names one dimension, or a part of one, of the arrays of a sum
 Dims = tuple[tuple[Index, ...], ...]
 Atom = core.Var | core.Literal
 Names = dict[Index, tuple[Index, ...]]
@@ -48,7 +47,8 @@ class Factor:
 
     Attributes:
         var: The array.
-        dims: The indices that make up each of its dimensions.
+        dims: The indices that make up each of its dimensions, slowest first. A
+            dimension of size 1 has none.
         dtype: The dtype to which it was cast.
         keeps: For a mask of truth values, or of zeros and ones, the value that means 1;
             None for other arrays.
@@ -64,34 +64,32 @@ class Factor:
 
     @property
     def indices(self) -> tuple[Index, ...]:
-        return tuple(i for dim in self.dims for i in dim)
+        return tuple(itertools.chain.from_iterable(self.dims))
 
     @property
     def is_number(self) -> bool:
         """Whether it is neither a mask nor a choice."""
         return self.keeps is None and self.choice is None
 
-    @property
-    def operand(self) -> Operand:
-        """The array as an operand of a site."""
-        return Operand(var=self.var, dims=self.dims, dtype=self.dtype)
+    def renamed(self, names: Names) -> "Factor":
+        """Returns the array with other indices."""
+        dims = _rename_dims(self.dims, names)
+        return Factor(self.var, dims, self.dtype, self.keeps, self.choice)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Group:
-    """A variable that holds a number times some of the factors of a term.
+    """An array that holds a number times one or several of the factors of a term.
 
     Attributes:
         number: The number.
-        var: The variable.
-        dims: What its dimensions stand for.
+        array: The array.
         members: Positions of the factors.
         equations: The equations that computed it.
     """
 
     number: float
-    var: Atom
-    dims: Dims
+    array: Factor
     members: frozenset[int]
     equations: frozenset[int]
 
@@ -246,11 +244,10 @@ def _rename_dims(dims: Dims, names: Names) -> Dims:
 
 def rename_term(term: Term, names: Names) -> Term:
     """Replaces indices in a term."""
-    factors = tuple(
-        dataclasses.replace(f, dims=_rename_dims(f.dims, names)) for f in term.factors
-    )
+    factors = tuple(f.renamed(names) for f in term.factors)
     groups = tuple(
-        dataclasses.replace(g, dims=_rename_dims(g.dims, names)) for g in term.groups
+        Group(g.number, g.array.renamed(names), g.members, g.equations)
+        for g in term.groups
     )
     return dataclasses.replace(term, factors=factors, groups=groups)
 

@@ -10,6 +10,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Dims,
     Factor,
     Form,
+    Index,
     Names,
     Term,
     constant,
@@ -18,7 +19,6 @@ from jaxlora.fuse.normal_forms.forms import (
     rename,
 )
 from jaxlora.fuse.normal_forms.normal import Normalizer
-from jaxlora.fuse.site import Index
 
 _OFFSETS = ("add", "sub")
 

@@ -22,6 +22,7 @@ from jaxlora.fuse.normal_forms.forms import (
     is_moderate,
 )
 from jaxlora.fuse.normal_forms.segments import Joiner
+from jaxlora.fuse.trace import inlined
 
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
 MAX_FACTORS = 12  # a value with a longer product is an opaque array
@@ -62,7 +63,6 @@ class Normalizer:
         graph: The jaxpr.
         number: The number of the present equation.
         joiner: Makes one term of concatenated segments.
-        added: Equations of new variables, which forms may have.
     """
 
     def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
@@ -78,7 +78,6 @@ class Normalizer:
         self.indices = Indices()
         self.forms: dict[core.Var, Form] = {}
         self.number = -1
-        self.added: list[Any] = []
         self.joiner = Joiner(self.indices, graph, self.add)
         self._reciprocals: dict[Any, core.Var] = {}
 
@@ -135,17 +134,10 @@ class Normalizer:
             raise Opaque
         with eqn.ctx.manager:
             made = jax.make_jaxpr(function)(*(atom.aval for atom in atoms))
-        env: dict[Any, Any] = dict(zip(made.invars, atoms, strict=True))
-        for var, value in zip(made.constvars, made.consts, strict=True):
-            env[var] = core.Literal(value, var.aval)
-        for inner in made.eqns:
-            for out in inner.outvars:
-                env[out] = core.Var(out.aval)
-            read = [v if isinstance(v, core.Literal) else env[v] for v in inner.invars]
-            new = inner.replace(invars=read, outvars=[env[v] for v in inner.outvars])
-            self.added.append(new)
-            self.graph.added.update(dict.fromkeys(new.outvars, new))
-        return env[made.outvars[0]]
+        eqns, (result,) = inlined(made, atoms)
+        for new in eqns:
+            self.graph.added |= dict.fromkeys(new.outvars, new)
+        return result
 
     def reciprocal(self, form: Form, eqn: Any) -> Form:
         """Returns the form of 1 divided by a product of arrays.
@@ -208,7 +200,9 @@ def _finish(
     if len(terms) > 1 or not term.factors or not term.coefficient or is_bare:
         return dataclasses.replace(term, equations=equations)
     everything = frozenset(range(len(term.factors)))
-    group = Group(term.coefficient, out, form.dims, everything, equations)
+    aval: Any = out.aval
+    array = Factor(out, form.dims, aval.dtype)
+    group = Group(term.coefficient, array, everything, equations)
     parts = [g for g in term.groups if g.members != everything]
     same = [g for g in term.groups if g.members == everything and not rounds]
     groups = (group, *same[: MAX_SAME - 1], *parts)

@@ -29,6 +29,7 @@ from jaxlora.fuse.normal_forms.choose import (
 from jaxlora.fuse.normal_forms.forms import (
     Factor,
     Form,
+    Index,
     Names,
     Opaque,
     Term,
@@ -47,7 +48,6 @@ from jaxlora.fuse.normal_forms.forms import (
 from jaxlora.fuse.normal_forms.like_terms import merged
 from jaxlora.fuse.normal_forms.normal import Normalizer, Rule, is_arithmetic
 from jaxlora.fuse.normal_forms.segments import read_segments
-from jaxlora.fuse.site import Index
 
 
 def _add(n: Normalizer, eqn) -> Form:

@@ -21,6 +21,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Dims,
     Factor,
     Form,
+    Index,
     Indices,
     Names,
     Opaque,
@@ -32,7 +33,6 @@ from jaxlora.fuse.normal_forms.forms import (
     rename,
     rename_term,
 )
-from jaxlora.fuse.site import Index
 
 _MIN_FACTORS = 3  # of a branch: x, A and B
 

@@ -35,7 +35,7 @@ def groups(function, *args):
     wanted = jax.tree.leaves(function(*args))
     for one, other in zip(got, wanted, strict=True):
         assert relative_error(one, other) < 1e-6
-    return sorted(len(site.projections) for site in rewritten.sites)
+    return sorted(len(site.linears) for site in rewritten.sites)
 
 
 def test_linears_of_the_same_input_are_joined():
