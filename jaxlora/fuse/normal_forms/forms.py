@@ -189,16 +189,16 @@ class Indices:
 
     def unify(
         self, first: Sequence[Index], second: Sequence[Index]
-    ) -> tuple[tuple[Index, ...], Names, Names]:
+    ) -> tuple[Names, Names]:
         """Names the parts of one dimension that two arrays split differently.
 
         Returns:
-            New indices, and what to replace each array's indices by.
+            What to replace each array's indices by.
         """
         one, two = [*first], [*second]
         sizes = _refine([self.sizes[i] for i in one], [self.sizes[i] for i in two])
         new = tuple(map(self.new, sizes))
-        return new, self._parts(one, new), self._parts(two, new)
+        return self._parts(one, new), self._parts(two, new)
 
     def _parts(self, indices: list[Index], new: tuple[Index, ...]) -> Names:
         parts, rest = {}, list(new)
@@ -269,13 +269,35 @@ def align(indices: Indices, first: Form, second: Form) -> tuple[Form, Form]:
     two: Names = {}
     for a, b in zip(first.dims, second.dims, strict=True):
         if a != b and a and b:
-            _, in_one, in_two = indices.unify(a, b)
+            in_one, in_two = indices.unify(a, b)
             one |= in_one
             two |= in_two
     first, second = rename(first, one), rename(second, two)
     pairs = list(zip(first.dims, second.dims, strict=True))
     dims = tuple(a or b for a, b in pairs)
     return Form(dims, first.terms), Form(dims, second.terms)
+
+
+def unify_axes(
+    indices: Indices,
+    left: Form,
+    right: Form,
+    axes_l: Sequence[int],
+    axes_r: Sequence[int],
+) -> tuple[Form, Form]:
+    """Gives pairs of axes of two forms the same indices."""
+    names_l: Names = {}
+    names_r: Names = {}
+    for axis_l, axis_r in zip(axes_l, axes_r, strict=True):
+        dim_l, dim_r = left.dims[axis_l], right.dims[axis_r]
+        sizes_l, sizes_r = ([indices.sizes[i] for i in dim] for dim in (dim_l, dim_r))
+        if sizes_l == sizes_r:  # keep the names of the left, so that equal ones stay so
+            names_r |= {j: (i,) for i, j in zip(dim_l, dim_r, strict=True)}
+            continue
+        in_l, in_r = indices.unify(dim_l, dim_r)
+        names_l |= in_l
+        names_r |= in_r
+    return rename(left, names_l), rename(right, names_r)
 
 
 def fresh(indices: Indices, form: Form) -> Form:
@@ -398,6 +420,19 @@ def is_moderate(number: float, dtype: Any) -> bool:
         return True
     limit = 2.0 ** min(jnp.finfo(dtype).maxexp // 4, 16)
     return 1 / limit <= abs(number) <= limit
+
+
+def cast_term(term: Term, dtype: np.dtype) -> Term:
+    """Returns a product whose arrays are cast to a dtype, but for masks and choices."""
+    factors = (
+        dataclasses.replace(f, dtype=dtype) if f.is_number else f for f in term.factors
+    )
+    return dataclasses.replace(term, factors=tuple(factors))
+
+
+def is_float(aval: Any) -> bool:
+    """Returns whether an array has floating-point numbers."""
+    return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def only_masks(form: Form) -> bool:

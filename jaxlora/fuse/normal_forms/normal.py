@@ -21,7 +21,6 @@ from jaxlora.fuse.normal_forms.forms import (
     Term,
     is_moderate,
 )
-from jaxlora.fuse.normal_forms.segments import Joiner
 from jaxlora.fuse.trace import inlined
 
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
@@ -62,7 +61,6 @@ class Normalizer:
         forms: The form of each variable that was computed.
         graph: The jaxpr.
         number: The number of the present equation.
-        joiner: Makes one term of concatenated segments.
     """
 
     def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
@@ -78,7 +76,6 @@ class Normalizer:
         self.indices = Indices()
         self.forms: dict[core.Var, Form] = {}
         self.number = -1
-        self.joiner = Joiner(self.indices, graph, self.add)
         self._reciprocals: dict[Any, core.Var] = {}
 
     def leaf(self, atom: Atom) -> Form:
