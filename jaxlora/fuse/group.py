@@ -18,7 +18,8 @@ def group_sites(sites: Sequence[Site]) -> tuple[Site, ...]:
                 groups[place] = dataclasses.replace(
                     first,
                     linears=(*first.linears, *site.linears),
-                    names=first.names + site.names,
+                    s_names=first.s_names + site.s_names,
+                    y_names=first.y_names + site.y_names,
                 )
                 break
         else:

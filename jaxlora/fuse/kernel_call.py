@@ -79,7 +79,7 @@ class SiteCall:
         """Returns the values of the variables that hold the sums."""
         results = []
         for p, y in zip(self.site.linears, outputs, strict=True):
-            for name in self.site.names.of_y:
+            for name in self.site.y_names:
                 y = checkpoint_name(y, name)
             results.append(self._root(p, y))
         return results
@@ -253,7 +253,7 @@ def linear_outputs(
         block_adapter,
         w_transposed=w_transposed,
         s=s,
-        s_names=site.names.of_s,
+        s_names=site.s_names,
         implementation=site.implementation,
     )
     attach = _with_linear_gradients(w_transposed, site.precision)

@@ -223,7 +223,7 @@ def _no_gate(site: Site, maker: Maker, following: Site) -> str | None:
     others = [v for v in following.inputs if v is not maker.read]
     if site.graph.depends(others, {*roots, site.x.var, maker.x, maker.read}):
         return "other arrays of the linears behind its gate are computed in the region"
-    if site.names.of_s or site.names.of_y:
+    if site.s_names or site.y_names:
         return "the inputs of its gate have names for policies of jax.checkpoint"
     if not all(map(_is_plain, site.linears)):
         return "the inputs of its gate are scaled or added to behind their products"

@@ -38,11 +38,6 @@ class Rewritten:
         """The sites that are replaced."""
         return tuple(c.site for c in self.choices if c.part is not None)
 
-    @property
-    def declined(self) -> tuple[Site, ...]:
-        """The sites that are left as they are, because the kernels would be slower."""
-        return tuple(c.site for c in self.choices if c.part is None)
-
 
 def rewrite(
     jaxpr: core.Jaxpr, implementation: str, stopwatch: Stopwatch | None = None
@@ -74,11 +69,11 @@ class _Rewriter:
         return self.done[key][1]
 
     def _rewrite(self, jaxpr: core.Jaxpr, path: tuple[str, ...]) -> Rewritten:
-        opened = open_calls(jaxpr)
-        graph = Graph(opened.jaxpr)
+        opened, calls = open_calls(jaxpr)
+        graph = Graph(opened)
         sites, refusals = find_sites(graph, path, self.implementation)
         for chosen in self._choices(group_sites(sites)):
-            placed = place_parts(graph, opened.calls, _parts_of(chosen))
+            placed = place_parts(graph, calls, _parts_of(chosen))
             if placed is not None:
                 break
         else:

@@ -215,22 +215,6 @@ class Linear:
         return tuple(dict.fromkeys(v for v in atoms if isinstance(v, core.Var)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Names:
-    """Names that policies of `jax.checkpoint` may ask for.
-
-    Attributes:
-        of_s: Those of s.
-        of_y: Those of the frozen product, the branch and their sum.
-    """
-
-    of_s: tuple[str, ...] = ()
-    of_y: tuple[str, ...] = ()
-
-    def __add__(self, other: "Names") -> "Names":
-        return Names(of_s=self.of_s + other.of_s, of_y=self.of_y + other.of_y)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
     """Linears that share x and their adapters' rows: one call of the kernels.
@@ -242,7 +226,8 @@ class Site:
         location: File, line and function of the code that made the root.
         graph: The index of the jaxpr that holds the site.
         precision: What its products are asked for.
-        names: The names that the function gives results inside it.
+        s_names: The names that the function gives s, for policies of `jax.checkpoint`.
+        y_names: Those of the frozen product, the branch and their sum.
         implementation: Name of the back end.
         block_tokens: Rows of a token block of the kernels.
         keeps_s: Whether s is computed beside the kernels too, as in a function that
@@ -254,7 +239,8 @@ class Site:
     location: str = dataclasses.field(compare=False)
     graph: Graph = dataclasses.field(compare=False)
     precision: lax.Precision
-    names: Names
+    s_names: tuple[str, ...]
+    y_names: tuple[str, ...]
     implementation: str
     block_tokens: int
     keeps_s: bool

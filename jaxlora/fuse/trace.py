@@ -39,24 +39,16 @@ class Call:
     calls: tuple["Call", ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Opened:
-    """A jaxpr without calls, and the calls that it had, in order.
+def open_calls(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[Call, ...]]:
+    """Returns a jaxpr without calls at any depth, and the calls that it had, in order.
 
     Every equation has variables of its own, even if a body was called twice.
     """
-
-    jaxpr: core.Jaxpr
-    calls: tuple[Call, ...]
-
-
-def open_calls(jaxpr: core.Jaxpr) -> Opened:
-    """Replaces calls by their equations, at every depth."""
     eqns: list[Any] = []
     env: dict[Any, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
     calls = _open_into(eqns, jaxpr.eqns, env, rename=False)
     outvars = [_read(env, v) for v in jaxpr.outvars]
-    return Opened(jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars), calls=calls)
+    return jaxpr.replace(eqns=eqns, outvars=outvars), calls
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

@@ -9,10 +9,14 @@ from jax.extend import core
 
 from jaxlora.fuse.backend import Chosen, choose_backend
 from jaxlora.fuse.graph import RESULT, Graph, variables
-from jaxlora.fuse.linears.adapter_shapes import adapter_products, sums_of
 from jaxlora.fuse.linears.bases import repeated
 from jaxlora.fuse.linears.branches import find_linear, is_vector
-from jaxlora.fuse.linears.near_misses import LenientNormalizer, obstacle_of
+from jaxlora.fuse.linears.near_misses import (
+    LenientNormalizer,
+    adapter_products,
+    obstacle_of,
+    sums_of,
+)
 from jaxlora.fuse.linears.open_sums import ADDS, is_open
 from jaxlora.fuse.linears.refusals import (
     is_restored,
@@ -25,8 +29,9 @@ from jaxlora.fuse.normal_forms.forms import Factor, Form, Term, holds
 from jaxlora.fuse.normal_forms.normal import Normalizer
 from jaxlora.fuse.normal_forms.rules import RULES
 from jaxlora.fuse.rows import block_sizes
-from jaxlora.fuse.site import Linear, Names, Refusal, Site
+from jaxlora.fuse.site import Linear, Refusal, Site
 from jaxlora.fuse.trace import source_of
+from jaxlora.pallas_kernels import LinearShape
 
 _NO_SUM = (
     "its result is not added to a frozen product of the same x, which is used for this "
@@ -125,12 +130,11 @@ class _Finder:
         reason = obstacle_of(lenient, linear)
         if reason is not None:
             self._refuse(number, reason, linear.equations)
-        elif not self._computed_by(linear.equations).isdisjoint(self.closed):
+        elif any(
+            v in self.closed for n in linear.equations for v in self.eqns[n].outvars
+        ):
             self.hints[number] = f"a part of its sum {USED}"
         return True
-
-    def _computed_by(self, numbers: Iterable[int]) -> set[core.Var]:
-        return {v for number in numbers for v in self.eqns[number].outvars}
 
     def _list_unfused(self, sites: Sequence[Site]) -> None:
         """Adds a near miss for each product with an adapter's shape in no site."""
@@ -274,15 +278,19 @@ class _Finder:
     def _site(self, linear: Linear) -> Site | None:
         number = self.graph.maker[linear.root]
         eqn = self.eqns[number]
-        chosen = choose_backend(
-            self.implementation,
-            dtype=linear.x.dtype,
-            features=(linear.in_features, linear.out_features),
-            rank=linear.rank,
-            blocks=block_sizes(linear),
-            precision=linear.precision or lax.Precision.DEFAULT,
-            mesh=eqn.ctx.cur_abstract_mesh,
-        )
+        shapes = [
+            LinearShape(
+                dtype=linear.x.dtype,
+                in_features=linear.in_features,
+                out_features=linear.out_features,
+                rank=linear.rank,
+                block_tokens=block,
+            )
+            for block in block_sizes(linear)
+        ]
+        precision = linear.precision or lax.Precision.DEFAULT
+        mesh = eqn.ctx.cur_abstract_mesh
+        chosen = choose_backend(self.implementation, shapes, precision, mesh)
         reason = chosen if isinstance(chosen, str) else None
         summands = [_summand(term, linear) for term in linear.rest]
         added = tuple(summand for summand in summands if summand is not None)
@@ -295,27 +303,29 @@ class _Finder:
             self._refuse(number, reason, linear.equations)
             return None
         assert isinstance(chosen, Chosen) and linear.precision is not None
+        names = self._names_in(linear)
         return Site(
             linears=(dataclasses.replace(linear, added=added),),
             path=self.path,
             location=source_of(eqn),
             graph=self.graph,
             precision=linear.precision,
-            names=self._names_in(linear),
+            s_names=tuple(names[False]),
+            y_names=tuple(names[True]),
             implementation=chosen.name,
             block_tokens=chosen.block_tokens,
             keeps_s=self.readers.keep_s(linear),
         )
 
-    def _names_in(self, linear: Linear) -> Names:
-        """Returns the names that the function gives results inside a linear."""
+    def _names_in(self, linear: Linear) -> dict[bool, list[str]]:
+        """Returns the names of results inside a linear, by whether they hold N."""
         names: dict[bool, list[str]] = {False: [], True: []}
         for eqn in (self.eqns[number] for number in sorted(linear.equations)):
             if eqn.primitive.name == "name" and linear.root not in eqn.outvars:
                 (held,) = (set(self.normalizer.form(v).indices) for v in eqn.outvars)
                 is_whole = held >= set(linear.out_indices)
                 names[is_whole].append(eqn.params["name"])
-        return Names(of_s=tuple(names[False]), of_y=tuple(names[True]))
+        return names
 
 
 def _is_gain(old: Linear, new: Linear) -> bool:

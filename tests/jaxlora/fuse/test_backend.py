@@ -2,21 +2,28 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxlora.fuse.backend import Chosen, choose_backend
-from jaxlora.pallas_kernels import BACKENDS
+from jaxlora.pallas_kernels import BACKENDS, LinearShape
 
 
 def choose(asked: str):
-    return choose_backend(
-        asked,
-        dtype=np.dtype("float32"),
-        features=(128, 256),
-        rank=16,
-        blocks=(128, 64),
-    )
+    shapes = [
+        LinearShape(
+            dtype=np.dtype("float32"),
+            in_features=128,
+            out_features=256,
+            rank=16,
+            block_tokens=block,
+        )
+        for block in (128, 64)
+    ]
+    mesh = jax.sharding.get_abstract_mesh()
+    return choose_backend(asked, shapes, lax.Precision.DEFAULT, mesh)
 
 
 @pytest.fixture(autouse=True)
