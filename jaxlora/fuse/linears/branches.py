@@ -81,7 +81,8 @@ def _with_branches(
     Returns:
         The linear; None if it has no branches. And the reasons.
     """
-    branches, biases, rest = list[Branch](), list[Term](), list[Term]()
+    branches, biases = list[Branch](), list[Term]()
+    unread, rest = list[Term](), list[Term]()
     reasons: list[NotThin] = []
     for term in others:
         inner = without_scales(term, linear.scales)
@@ -92,6 +93,7 @@ def _with_branches(
             continue
         except NotThin as error:
             reasons.append(error)
+        unread.append(term)
         if inner is not None and not biases and _is_bias(inner, linear):
             biases.append(inner)
         else:
@@ -100,8 +102,7 @@ def _with_branches(
         return None, reasons
     linear = dataclasses.replace(linear, branches=tuple(branches))
     if any(term.restored for term in linear.terms):
-        # The kernels would round the sum with the bias.
-        rest, biases = [t for t in others if t in (*rest, *biases)], []
+        rest, biases = unread, []  # the kernels would round the sum with the bias
     try:
         _check_parts(linear)
         _check_base(n, linear)
