@@ -7,7 +7,7 @@ computes everything that it can. The times behind the rule are in docs/measured/
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.makers import Maker, find_maker
 from jaxlora.fuse.row_program import NotRowWise, RowExpression
 from jaxlora.fuse.rows import is_in_blocks
@@ -28,16 +27,6 @@ from jaxlora.pallas_kernels import (
     unsupported_producer,
 )
 from jaxlora.pallas_kernels.given_mask import num_words
-
-# Operations too expensive to repeat to make the small inputs of a program.
-_HEAVY = {
-    "dot_general",
-    "ragged_dot_general",
-    "scan",
-    "while",
-    "cond",
-    "custom_vjp_call",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,57 +119,6 @@ def find_parts(sites: Sequence[Site]) -> list[Part]:
 def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
     """Returns whether `auto` has kernels compute norms and gates with some linears."""
     return all(map(draws_masks, sites))
-
-
-def part_program(part: Part) -> core.Jaxpr:
-    """Returns a part as a program of its own, as its author wrote it.
-
-    It draws the dropout masks and computes the values of rows that row-wise functions
-    read, if that takes no product.
-    """
-    graph, makers = part.site.graph, part.makers
-    jaxpr = graph.jaxpr
-    roots = {root for site in part.sites for root in site.roots}
-    inputs: set[Any] = {v for site in part.sites for v in site.inputs}
-    inputs -= {maker.read for maker in makers} | roots
-    inputs |= {v for maker in makers for v in maker.inputs} - roots
-    inner = frozenset().union(*(each.equations for each in (*makers, *part.sites)))
-    small = {v for site in part.sites for v in site.masks}
-    for var in (small | {v for maker in makers for v in maker.rows}) & inputs:
-        needed, leaves = _behind(graph, [var], inputs - {var})
-        names = {jaxpr.eqns[n].primitive.name for n in needed - inner}
-        is_light = not names & _HEAVY and not any(_is_large(v, inputs) for v in leaves)
-        if needed and is_light:
-            inputs.remove(var)
-    results = [*roots, *(maker.x for maker in makers)]
-    outputs = [v for v in results if graph.is_used_beside(v, inner)]
-    needed, leaves = _behind(graph, outputs, inputs)
-    order = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    place = lambda v: (graph.maker.get(v, -1), order.get(v, len(order)))
-    return jaxpr.replace(
-        constvars=[],
-        invars=sorted(leaves, key=place),
-        outvars=sorted(outputs, key=place),
-        eqns=[jaxpr.eqns[number] for number in sorted(needed)],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-
-
-def _is_large(var: core.Var, inputs: set[Any]) -> bool:
-    """Returns whether a variable is an array of floats that the part does not read."""
-    aval: Any = var.aval
-    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-    return var not in inputs and is_float and aval.size > 1
-
-
-def _behind(
-    graph: Graph, outputs: Iterable[Any], inputs: set[Any]
-) -> tuple[set[int], list[core.Var]]:
-    """Returns the equations from inputs to outputs, and what they read."""
-    is_read = lambda var: var in inputs or var not in graph.maker
-    found = list(graph.ancestors(outputs, stops=is_read))
-    needed = {graph.maker[var] for var in found if not is_read(var)}
-    return needed, list(filter(is_read, found))
 
 
 def _no_producer(maker: Maker, site: Site) -> str | None:

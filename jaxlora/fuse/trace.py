@@ -64,11 +64,12 @@ def _open_into(
         outvars = [core.Var(v.aval) if rename else v for v in old.outvars]
         invars = [_read(env, v) for v in old.invars]
         eqn = old.replace(invars=invars, outvars=outvars)
-        if not _is_opened(eqn):
+        name, start = eqn.primitive.name, len(eqns)
+        body = eqn.params[BODIES[name][0]] if name in _OPENED else None
+        if body is None or body.constvars:
             eqns.append(eqn)
             env.update(zip(old.outvars, outvars, strict=True))
             continue
-        body, start = body_of(eqn), len(eqns)
         local = dict(zip(body.invars, invars, strict=True))
         nested = _open_into(eqns, body.eqns, local, rename=True)
         results = tuple(_read(local, v) for v in body.outvars)
@@ -99,16 +100,6 @@ def inlined(
         read = [_read(env, v) for v in eqn.invars]
         eqns.append(eqn.replace(invars=read, outvars=outvars))
     return eqns, [_read(env, v) for v in jaxpr.outvars]
-
-
-def _is_opened(eqn: Any) -> bool:
-    return eqn.primitive.name in _OPENED and not body_of(eqn).constvars
-
-
-def body_of(eqn: Any) -> core.Jaxpr:
-    """Returns the jaxpr that a call runs."""
-    body = BODIES[eqn.primitive.name][0]
-    return eqn.params[body]
 
 
 def source_of(eqn: Any) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -17,6 +16,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Index,
     Names,
     Term,
+    is_float,
     is_moderate,
 )
 from jaxlora.fuse.normal_forms.like_terms import simplified
@@ -363,7 +363,7 @@ def _compares_floats(n: Normalizer, mask: Factor) -> bool:
     eqn = n.graph.equation(mask.var)
     if eqn is None or eqn.primitive.name != "eq":
         return False
-    return any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)
+    return any(is_float(v.aval) for v in eqn.invars)
 
 
 def _split_factors(

@@ -144,7 +144,7 @@ class _Finder:
             if number in inside:
                 continue
             sums = [number, *sums_of(self.graph, number)]
-            if any(v in scaled for n in sums for v in variables(self.eqns[n])):
+            if any(v in scaled for n in sums for v in variables(self.eqns[n].invars)):
                 self._refuse(number, _BEHIND)
                 continue
             refused = next((n for n in sums if n in self.refused_by), None)

@@ -401,8 +401,7 @@ def constant(form: Form) -> float | None:
 def sum_of_constants(eqn: Any, first: Form, second: Form) -> float | None:
     """Returns the sum or difference of two known scalars in the result's dtype."""
     aval, numbers = eqn.outvars[0].aval, (constant(first), constant(second))
-    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-    if aval.shape or not is_float or None in numbers:
+    if aval.shape or not is_float(aval) or None in numbers:
         return None
     one, other = (aval.dtype.type(number) for number in numbers)
     return float(one - other if eqn.primitive.name == "sub" else one + other)

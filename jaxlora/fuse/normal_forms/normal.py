@@ -19,6 +19,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Indices,
     Opaque,
     Term,
+    is_float,
     is_moderate,
 )
 from jaxlora.fuse.trace import inlined
@@ -148,9 +149,8 @@ class Normalizer:
             raise Opaque
         for factor in term.factors:
             aval: Any = factor.var.aval
-            is_float = jnp.issubdtype(factor.dtype, jnp.floating)
             is_number = factor.is_number and isinstance(factor.var, core.Var)
-            if not is_number or not is_float or aval.dtype != factor.dtype:
+            if not is_number or not is_float(factor) or aval.dtype != factor.dtype:
                 raise Opaque
             if factor.var not in self._reciprocals:
                 self._reciprocals[factor.var] = self.add(eqn, _inverted, [factor.var])

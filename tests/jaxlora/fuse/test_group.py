@@ -43,6 +43,19 @@ def test_linears_of_the_same_input_are_joined():
     assert groups(lambda x, p: [linear(x, q) for q in p], x, parameters) == [3]
 
 
+def test_linears_of_different_precisions_stay_apart():
+    x, parameters = arguments(2)
+
+    def function(x, parameters):
+        results = []
+        for precision, some in zip(("float32", "default"), parameters, strict=True):
+            with jax.default_matmul_precision(precision):
+                results.append(linear(x, some))
+        return results
+
+    assert groups(function, x, parameters) == [1, 1]
+
+
 def test_a_linear_whose_weights_need_the_result_of_another_stays_apart():
     x, (first, (w, a, b)) = arguments(2)
 
