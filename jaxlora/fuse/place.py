@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.graph import Graph
+from jaxlora.fuse.graph import Graph, variables
 from jaxlora.fuse.kernel_call import part_call
 from jaxlora.fuse.normal_forms.forms import Index
 from jaxlora.fuse.producers import Part
@@ -18,31 +18,13 @@ from jaxlora.fuse.row_program import RowExpression
 from jaxlora.fuse.trace import Call, inlined
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Node:
-    """An equation or a part, with the variables that it reads and writes.
-
-    Attributes:
-        order: Its place among nodes that do not depend on each other.
-        inputs: The variables that it reads.
-        outputs: The variables that it writes.
-        eqn: The equation; None for a part.
-        part: The part; None for an equation.
-    """
-
-    order: int
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    eqn: Any = None
-    part: Part | None = None
-
-
 class Placed:
-    """The nodes of a rewritten jaxpr: equations, kept calls, and parts.
+    """A jaxpr with parts in place of the equations that they compute.
 
     Attributes:
-        nodes: The nodes.
-        results: The atoms of the jaxpr's results.
+        eqns: The equations of the jaxpr, whose calls were opened.
+        maker: The number of the equation that computes each variable.
+        results: The atoms of the new jaxpr's results.
     """
 
     def __init__(
@@ -60,14 +42,15 @@ class Placed:
             if v in self.maker
         )
         self.names: dict[Any, Any] = {}
-        self.nodes: list[Node] = []
+        # New equations, kept calls and parts, each with its place among those that do
+        # not depend on each other.
+        self.nodes: list[tuple[int, Any]] = []
         self._place(calls, 0, len(self.eqns))
         for var, eqn in graph.added.items():
             if var is eqn.outvars[0]:
-                self._append_equation(len(self.eqns), eqn)
+                self._append(len(self.eqns), eqn)
         for part in self.left.values():
-            first = min(self.maker[out] for out in part.outputs)
-            self._append(first, part.inputs, part.outputs, part=part)
+            self.nodes.append((min(self.maker[v] for v in part.outputs), part))
         self.results = [self.substitute(v) for v in graph.jaxpr.outvars]
 
     def substitute(self, atom: Any) -> Any:
@@ -76,28 +59,22 @@ class Placed:
             return atom
         return self.names.get(atom, atom)
 
-    def _append(self, order: int, inputs: Iterable[Any], outputs, **what: Any) -> None:
-        read = (self.substitute(v) for v in inputs if isinstance(v, core.Var))
-        self.nodes.append(
-            Node(order=order, inputs=tuple(read), outputs=tuple(outputs), **what)
-        )
-
     def _place(self, calls: Sequence[Call], start: int, stop: int) -> None:
         place = start
         for call in (*calls, None):
             for number in range(place, stop if call is None else call.start):
                 eqn = self.eqns[number]
                 if not any(self.made_by.get(v) in self.left for v in eqn.outvars):
-                    self._append_equation(number, eqn)
+                    self._append(number, eqn)
             if call is not None:
                 self._place_call(call)
                 place = call.stop
 
-    def _append_equation(self, order: int, eqn: Any) -> None:
+    def _append(self, order: int, eqn: Any) -> None:
         invars = [self.substitute(v) for v in eqn.invars]
         if any(new is not old for new, old in zip(invars, eqn.invars, strict=True)):
             eqn = eqn.replace(invars=invars)
-        self._append(order, eqn.invars, eqn.outvars, eqn=eqn)
+        self.nodes.append((order, eqn))
 
     def _place_call(self, call: Call) -> None:
         """Keeps a call, unless a part has only some of its arrays inside it."""
@@ -114,14 +91,14 @@ class Placed:
         for out, atom in zip(call.eqn.outvars, call.results, strict=True):
             if self._is_within(atom, call):
                 self.names.setdefault(atom, out)
-        self._append_equation(call.start, call.eqn)
+        self._append(call.start, call.eqn)
 
     def _is_within(self, atom: Any, call: Call) -> bool:
         if isinstance(atom, core.Literal) or atom not in self.maker:
             return False
         return call.start <= self.maker[atom] < call.stop
 
-    def is_in_body(self, variables: Sequence[Any]) -> bool:
+    def is_in_body(self, some: Sequence[Any]) -> bool:
         """Returns whether bodies of kept calls compute all of some variables again."""
 
         def is_within(var: Any) -> bool:
@@ -129,46 +106,40 @@ class Placed:
             place = bisect.bisect(self.calls, number, key=lambda call: call.start)
             return place > 0 and self._is_within(var, self.calls[place - 1])
 
-        return all(map(is_within, variables))
+        return all(map(is_within, some))
 
     def _is_inside(self, part: Part, call: Call) -> bool:
         return all(self._is_within(out, call) for out in part.outputs) and all(
             v in call.eqn.invars or self._is_within(v, call) for v in part.inputs
         )
 
+    def in_order(self) -> list[Any] | None:
+        """Returns equations and parts in an order in which they can run.
 
-def place_parts(
-    graph: Graph, calls: Sequence[Call], parts: Sequence[Part]
-) -> tuple[Placed, list[Node]] | None:
-    """Returns the nodes of a rewritten jaxpr in an order in which they can run.
-
-    None: parts depend on each other.
-
-    Args:
-        graph: The jaxpr.
-        calls: The calls that it had before they were opened.
-        parts: The parts.
-    """
-    placed = Placed(graph, calls, parts)
-    order: nx.DiGraph = nx.DiGraph()
-    order.add_nodes_from(range(len(placed.nodes)))
-    maker = {v: i for i, node in enumerate(placed.nodes) for v in node.outputs}
-    order.add_edges_from(
-        (maker[v], i)
-        for i, node in enumerate(placed.nodes)
-        for v in node.inputs
-        if v in maker
-    )
-    results = (v for v in placed.results if isinstance(v, core.Var))
-    wanted = {maker[v] for v in results if v in maker}
-    layers = nx.bfs_layers(order.reverse(copy=False), wanted) if wanted else []
-    needed = order.subgraph(i for layer in layers for i in layer).copy()
-    if not nx.is_directed_acyclic_graph(needed):
-        return None
-    in_order = nx.lexicographical_topological_sort(
-        needed, key=lambda i: (placed.nodes[i].order, i)
-    )
-    return placed, [placed.nodes[i] for i in in_order]
+        None: parts depend on each other.
+        """
+        reads, maker = [], {}
+        for number, (_, node) in enumerate(self.nodes):
+            is_part = isinstance(node, Part)
+            reads.append(map(self.substitute, node.inputs) if is_part else node.invars)
+            maker |= dict.fromkeys(node.outputs if is_part else node.outvars, number)
+        graph: nx.DiGraph = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.nodes)))
+        graph.add_edges_from(
+            (maker[var], number)
+            for number, read in enumerate(reads)
+            for var in variables(read)
+            if var in maker
+        )
+        wanted = {maker[v] for v in variables(self.results) if v in maker}
+        layers = nx.bfs_layers(graph.reverse(copy=False), wanted) if wanted else []
+        needed = graph.subgraph(i for layer in layers for i in layer).copy()
+        if not nx.is_directed_acyclic_graph(needed):
+            return None
+        order = nx.lexicographical_topological_sort(
+            needed, key=lambda number: (self.nodes[number][0], number)
+        )
+        return [self.nodes[number][1] for number in order]
 
 
 def part_equations(
@@ -178,7 +149,7 @@ def part_equations(
 
     Args:
         part: The part.
-        placed: The nodes of the jaxpr that has the part.
+        placed: The jaxpr that has the part.
         traces: The calls that were traced, by signature and mesh.
     """
     context = placed.eqns[placed.maker[part.outputs[0]]].ctx

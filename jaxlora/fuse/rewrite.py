@@ -12,7 +12,7 @@ from jaxlora.fuse.graph import BODIES, Graph
 from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.linears.match import find_sites
 from jaxlora.fuse.measure import Stopwatch
-from jaxlora.fuse.place import part_equations, place_parts
+from jaxlora.fuse.place import Placed, part_equations
 from jaxlora.fuse.producers import Part
 from jaxlora.fuse.site import Refusal, Site
 from jaxlora.fuse.trace import open_calls
@@ -73,24 +73,24 @@ class _Rewriter:
         graph = Graph(opened)
         sites, refusals = find_sites(graph, path, self.implementation)
         for chosen in self._choices(group_sites(sites)):
-            placed = place_parts(graph, calls, _parts_of(chosen))
-            if placed is not None:
+            placed = Placed(graph, calls, _parts_of(chosen))
+            nodes = placed.in_order()
+            if nodes is not None:
                 break
         else:
             raise AssertionError("sites depend on each other")
-        rewritten, nodes = placed
-        choices = [c for c in chosen if not rewritten.is_in_body(c.outputs)]
+        choices = [c for c in chosen if not placed.is_in_body(c.outputs)]
         eqns: list[Any] = []
         for node in nodes:
-            if node.part is not None:
-                eqns += part_equations(node.part, rewritten, self.traces)
+            if isinstance(node, Part):
+                eqns += part_equations(node, placed, self.traces)
                 continue
-            eqn, inner = self._with_bodies(node.eqn, path)
+            eqn, inner = self._with_bodies(node, path)
             eqns.append(eqn)
             for body in inner:
                 choices += body.choices
                 refusals += body.refusals
-        new = jaxpr.replace(eqns=eqns, outvars=rewritten.results)
+        new = jaxpr.replace(eqns=eqns, outvars=placed.results)
         return Rewritten(
             jaxpr=new if _parts_of(choices) else jaxpr,
             refusals=tuple(refusals),
@@ -107,17 +107,15 @@ class _Rewriter:
 
     def _program(self, jaxpr: core.Jaxpr, parts: Sequence[Part]) -> core.Jaxpr | None:
         """Returns a jaxpr with parts in the kernels; None: they need each other."""
-        placed = place_parts(Graph(jaxpr), (), parts)
-        if placed is None:
+        placed = Placed(Graph(jaxpr), (), parts)
+        nodes = placed.in_order()
+        if nodes is None:
             return None
-        rewritten, nodes = placed
         eqns: list[Any] = []
         for node in nodes:
-            if node.part is None:
-                eqns.append(node.eqn)
-            else:
-                eqns += part_equations(node.part, rewritten, self.traces)
-        return jaxpr.replace(eqns=eqns, outvars=rewritten.results)
+            is_part = isinstance(node, Part)
+            eqns += part_equations(node, placed, self.traces) if is_part else [node]
+        return jaxpr.replace(eqns=eqns, outvars=placed.results)
 
     def _with_bodies(self, eqn: Any, path: tuple[str, ...]) -> tuple[Any, list]:
         """Rewrites the jaxprs of an equation."""
