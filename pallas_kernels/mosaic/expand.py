@@ -12,7 +12,7 @@ term alone, the term is added while the tile is stored, 64 columns at a time.
 x and W may be float8_e4m3fn with a scale for each row of x and each column of W. A step
 over K then has 128 features in the same bytes, and the tile is scaled while it is
 stored. Without masks, s and B come divided by the scales, so that their term can share
-the accumulator. See docs/kernels.md.
+the accumulator. See docs/hopper_kernels.md.
 """
 
 import dataclasses

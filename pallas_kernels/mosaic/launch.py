@@ -2,7 +2,7 @@
 
 Grid: one program per multiprocessor ("sm"), of three warpgroups ("wg"): two compute,
 the last one loads. Each program takes items in turn, first of one work, then of the
-next. See docs/kernels.md.
+next. See docs/hopper_kernels.md.
 """
 
 import dataclasses

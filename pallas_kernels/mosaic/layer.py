@@ -10,7 +10,7 @@ rows: x by its own rows' scales, and each dy times the scales of its output feat
 one scale a row for all projections. So one accumulator can sum dx over them. Without
 masks, s comes divided by the rows' scales, and its term shares the accumulator with the
 frozen product. The gradients of A and B are computed from x and dy as they are. See
-docs/kernels.md.
+docs/hopper_kernels.md.
 
 References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.

@@ -4,7 +4,7 @@
 `multiplier[token] * word[feature] + offset[token]`, modulo 2**32, is at least a
 threshold. `BitMask` is a `given_mask.GivenMask`: an element is kept where its bit is 1.
 Both compute a tile's mask from vectors of its tokens and of its features, which are
-copied to shared memory with the tile or made before it. See docs/kernels.md.
+copied to shared memory with the tile or made before it. See docs/hopper_kernels.md.
 """
 
 import dataclasses

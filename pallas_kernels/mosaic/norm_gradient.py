@@ -7,7 +7,7 @@ first load to the store.
 Grid: one program, of one warpgroup, for `num_rows` rows. Loads of all its rows are
 under way at once, and several programs share a multiprocessor, which hides the time
 that the sums take. A thread loads 16 bytes at a time, so that the warpgroup takes a row
-in pieces of 2 KiB; see `Pieces`. See docs/kernels.md.
+in pieces of 2 KiB; see `Pieces`. See docs/hopper_kernels.md.
 """
 
 import dataclasses

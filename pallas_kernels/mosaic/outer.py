@@ -8,7 +8,7 @@ columns of wide, a chunk of 64 ranks, and one of `shares` shares of the parts in
 Pipeline: a ring of stages, each with a block of 64 rows: 64 x 128 of wide, 64 x 64 of
 every narrow, and the words of those tokens' masks. One warpgroup loads; two compute 64
 columns each. wide is read once for all projections, and there are no atomics.
-See docs/kernels.md.
+See docs/hopper_kernels.md.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ row_function.py.
 Grid, items and pipeline are those of shrink.py, with one tile for each argument in a
 stage. Each warpgroup evaluates f on its 64 of the 128 features, multiplies by A from
 registers, and sends the results to device memory through buffers of its own.
-See docs/kernels.md.
+See docs/hopper_kernels.md.
 """
 
 import dataclasses

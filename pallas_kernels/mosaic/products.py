@@ -7,7 +7,7 @@ With e4m3 operands, the frozen product takes `x = xs * xq` and `W = ws * wq`, wi
 and wq in float8_e4m3fn, a scale xs for each row of x and a scale ws for each column of
 W. Its accumulator holds y / (xs ws). So the LoRA term can share it as
 `(s / xs) (B / ws)`, in bfloat16; `quantize_shrink` computes xq and s / xs. See
-docs/kernels.md.
+docs/hopper_kernels.md.
 
 References:
     FP8 Formats for Deep Learning, arXiv 2209.05433, section 3 (the e4m3 format).

@@ -4,7 +4,7 @@ One warpgroup loads the stages and two compute. A stage is filled by asynchronou
 copies, which report to its `stage_full` barrier. When both computing warpgroups have
 read it, they report to its `stage_empty` barrier, and it is filled again. Shared memory
 is scarce: the wide product takes four stages of 48 KiB, and the skinny products, which
-wait for device memory, take as many stages as fit. See docs/kernels.md.
+wait for device memory, take as many stages as fit. See docs/hopper_kernels.md.
 """
 
 import dataclasses

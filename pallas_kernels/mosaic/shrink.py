@@ -8,7 +8,7 @@ the 128 features, and add up at the end. x is read once for all projections.
 
 `QuantizeShrink` also writes x as e4m3: while a stage is multiplied by A, each warpgroup
 multiplies its 64 x 64 of x by the inverse scales of the rows, rounds to e4m3, and sends
-the tile to device memory through one of two buffers. See docs/kernels.md.
+the tile to device memory through one of two buffers. See docs/hopper_kernels.md.
 """
 
 import dataclasses

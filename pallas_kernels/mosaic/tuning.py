@@ -104,15 +104,19 @@ class OuterCost:
         )
 
     @property
+    def step_us(self) -> float:
+        """Microseconds of a step if few multiprocessors run one."""
+        return _SIDE_STEP_US + _SIDE_MASK_US * self.num_masks
+
+    @property
     def side_us(self) -> float:
         """Microseconds of an item on a side multiprocessor."""
-        step_us = _SIDE_STEP_US + _SIDE_MASK_US * self.num_masks
-        return self.steps_per_item * step_us + self.parts_us
+        return self.steps_per_item * self.step_us + self.parts_us
 
     def rounds_us(self, num_items: int, num_sms: int) -> float:
         """Microseconds of some items on multiprocessors that share device memory."""
         rounds, last = divmod(num_items, num_sms)
-        last_us = max(_SIDE_STEP_US, _OUTER_STEP_US * last / num_sms) if last else 0.0
+        last_us = max(self.step_us, _OUTER_STEP_US * last / num_sms) if last else 0.0
         steps_us = self.steps_per_item * (rounds * _OUTER_STEP_US + last_us)
         return steps_us + math.ceil(num_items / num_sms) * self.parts_us
 

@@ -143,4 +143,9 @@ KERNEL_CASES = (
     KernelCase("3 adapters of rank 8, one of rank 128", 8192, _SQUARE, (8, 8, 8, 128)),
     KernelCase("4 adapters of rank 128", 8192, _SQUARE, (128,) * 4),
     KernelCase("Llama-3.1-8B layer, 4 adapters", 8192, linear_groups(LARGE), _FOUR),
+    KernelCase("2048 tokens, 4096x4096, 4 adapters", 2048, _SQUARE, _FOUR),
+    KernelCase("21504 tokens, 4096x4096, 4 adapters", 21504, _SQUARE, _FOUR),
+    KernelCase("32768 tokens, 4096x4096, 4 adapters", 32768, _SQUARE, _FOUR),
+    KernelCase("64 adapters of rank 16", 8192, _SQUARE, (16,) * 64),
+    KernelCase("128 adapters of rank 16", 8192, _SQUARE, (16,) * 128),
 )

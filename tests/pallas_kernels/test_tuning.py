@@ -83,6 +83,15 @@ def test_tiles_of_small_models_are_narrow():
     assert found == {192: 128, 576: 192, 1024: 256, 1536: 256, 4096: 256, 14336: 256}
 
 
+def test_outer_products_with_masks_are_not_left_to_a_short_last_round():
+    """32,768 rows by 4,096: 33 rounds beside more side items take longer than 32."""
+    outers = [
+        OuterCost(num_items=128, steps_per_item=128.0, parts_per_item=4.0, num_masks=n)
+        for n in (0, 1)
+    ]
+    assert best_plan(4096, 64, outers, 132)[1].num_side_sms == 4
+
+
 def test_many_parts_are_shared_by_more_items():
     assert [shares_for(4, num_parts) for num_parts in (1, 16, 63, 64, 128)] == [
         *(4, 4, 4, 8, 16)

@@ -241,7 +241,7 @@ def joined_cluster(
         raise ConfigError(
             f"{_AUTH_MODE} is not set, so the head, the hosts and this process may "
             f"expect different ones. Set {_AUTH_MODE}=token, with the same token, "
-            "wherever ray start and jaxlora run; docs/howto/sweep.md shows how."
+            "wherever ray start and jaxlora run; docs/howto/sweep_groups.md shows how."
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:

@@ -18,7 +18,7 @@ from jaxlora.pallas_kernels import (
 )
 from scripts.bench.shapes import KernelCase
 
-BLOCK = 128  # token rows of a block
+BLOCK = 128  # token rows of a block, or those of an adapter if they are fewer
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,8 @@ def operands(case: KernelCase) -> tuple[list[Group], jax.Array]:
         )
         for k, widths in case.groups
     ]
-    return groups, jnp.repeat(jnp.arange(g), t // BLOCK // g).astype(jnp.int32)
+    num_blocks = t // g // min(BLOCK, t // g)
+    return groups, jnp.repeat(jnp.arange(g), num_blocks).astype(jnp.int32)
 
 
 def frozen(x, projections, block_adapter):
@@ -154,7 +155,7 @@ def unsupported(method: str, case: KernelCase) -> str | None:
             in_features=k,
             out_features=n,
             rank=max(case.ranks),
-            block_tokens=BLOCK,
+            block_tokens=min(BLOCK, case.tokens // len(case.ranks)),
             weight_format=_QUANTIZED[method][0] if method in _QUANTIZED else None,
         )
         for k, widths in case.groups

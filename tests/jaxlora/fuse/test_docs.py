@@ -1,4 +1,4 @@
-"""The examples of docs/fuse.md run, and its reference names files that exist."""
+"""The examples of the pages on fuse run, and the reference names files that exist."""
 
 import pathlib
 import re
@@ -7,11 +7,12 @@ import jax
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "fuse.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "docs" / "fuse.md", ROOT / "docs" / "reference" / "fuse.md"]
 
 
 def run_example(word):
-    examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", TEXT, re.S)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", text, re.S)
     (code,) = (example for example in examples if word in example)
     names = {}
     exec(code, names)
@@ -42,6 +43,5 @@ def test_the_example_with_a_module_gives_the_same_numbers():
 
 def test_the_table_of_forms_names_files():
     folder = ROOT / "tests" / "jaxlora" / "fuse" / "forms"
-    page = ROOT / "docs" / "reference" / "fuse.md"
-    files = re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))
+    files = re.findall(r"`(\w+\.py)`", PAGES[1].read_text(encoding="utf-8"))
     assert files and all((folder / name).is_file() for name in files)
