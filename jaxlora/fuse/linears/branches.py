@@ -206,7 +206,7 @@ def _branch(n: Normalizer, linear: Linear, term: Term) -> Branch:
     else:
         raise OtherInput(*_other_input(linear, term))
     kept = [f.renamed(names) for i, f in enumerate(term.factors) if i not in x.members]
-    _check_features(linear, kept)
+    _check_features(linear, linear.in_indices, kept)
     held = {*linear.x.indices, *linear.w.indices}
     repeats = {i for dim in linear.dims for i in dim} - held
     if any(repeats & {*f.indices} for f in kept):
@@ -224,8 +224,7 @@ def _branch(n: Normalizer, linear: Linear, term: Term) -> Branch:
     mask = _mask(n, linear, [f for f in factors if f.keeps is not None])
     factors = [f for f in factors if f.is_number]
     table = () if selection is None else selection.table_indices
-    a, b, rank_indices = _split_factors(linear, factors, table)
-    _check_rank(linear, rank_indices)
+    a, b, rank_indices = _split_factors(linear, linear.in_indices, factors, table)
     return Branch(
         a=tuple(a),
         b=tuple(b),
@@ -328,13 +327,11 @@ def _other_input(linear: Linear, term: Term) -> list[str]:
     outer = {*linear.rows, *linear.out_indices}
     for x in units_of(term):
         factors = [f for i, f in enumerate(term.factors) if i not in x.members]
-        inner = tuple(i for i in x.array.indices if i not in outer)
-        other = dataclasses.replace(linear, x=x.array, in_indices=inner)
-        table = {i for f in factors if f.choice is not None for i in f.dims[-1]}
+        inner = [i for i in x.array.indices if i not in outer]
+        table = [i for f in factors if f.choice is not None for i in f.dims[-1]]
+        numbers = [f for f in factors if f.is_number]
         try:
-            numbers = [f for f in factors if f.is_number]
-            _, _, bond = _split_factors(other, numbers, tuple(table))
-            _check_rank(linear, bond)
+            _, _, bond = _split_factors(linear, inner, numbers, table)
         except NotThin:
             continue
         if inner and bond:
@@ -367,56 +364,58 @@ def _compares_floats(n: Normalizer, mask: Factor) -> bool:
 
 
 def _split_factors(
-    linear: Linear, factors: Sequence[Factor], table: Sequence[Index]
+    linear: Linear,
+    inner: Sequence[Index],
+    factors: Sequence[Factor],
+    table: Sequence[Index],
 ) -> tuple[list[Factor], list[Factor], tuple[Index, ...]]:
-    """Splits the factors into A and B, with the smallest rank between them."""
-    inner, outer = set(linear.in_indices), set(linear.out_indices)
-    _check_features(linear, factors)
-    if any(inner & set(f.indices) and outer & set(f.indices) for f in factors):
+    """Splits the factors into A and B, with the smallest rank between them.
+
+    Args:
+        linear: The linear.
+        inner: Indices of the features of the branch's input.
+        factors: The factors.
+        table: Indices of the adapters in tables.
+
+    Raises:
+        NotThin: They are not A and B of a rank that is small beside the linear.
+    """
+    _check_features(linear, inner, factors)
+    rows, outer = set(linear.rows), set(linear.out_indices)
+    fixed_a = [f for f in factors if not set(inner).isdisjoint(f.indices)]
+    fixed_b = [f for f in factors if not outer.isdisjoint(f.indices)]
+    if any(f in fixed_b for f in fixed_a):
         raise NotThin
-    fixed_a = [f for f in factors if inner & set(f.indices)]
-    free = [f for f in factors if not (inner | outer) & set(f.indices)]
-    fixed_b = [f for f in factors if outer & set(f.indices)]
-    _check_scales(linear, free, [*fixed_a, *fixed_b])
+    fixed = (*fixed_a, *fixed_b)
+    free = [f for f in factors if f not in fixed]
+    by_row = rows.intersection(i for f in fixed for i in f.indices)
+    if any(rows.intersection(f.indices) - by_row for f in free):
+        raise NotThin(_SCALED_BY_ROW)
     best = None
     for sides in itertools.product((False, True), repeat=len(free)):
         a = fixed_a + [f for f, in_a in zip(free, sides, strict=True) if in_a]
         b = fixed_b + [f for f, in_a in zip(free, sides, strict=True) if not in_a]
-        bond = _shared(a, b, exclude={*linear.rows, *inner, *outer, *table})
+        shared = {i for f in b for i in f.indices} - {*rows, *inner, *outer, *table}
+        bond = tuple(dict.fromkeys(i for f in a for i in f.indices if i in shared))
         if best is None or linear.size_of(bond) < linear.size_of(best[2]):
             best = a, b, bond
     assert best is not None
+    _check_rank(linear, best[2])
     return best
 
 
-def _check_features(linear: Linear, factors: Sequence[Factor]) -> None:
+def _check_features(
+    linear: Linear, inner: Sequence[Index], factors: Sequence[Factor]
+) -> None:
     """Raises `NotThin` if A and B lack features of x or of the result."""
     held = {i for f in factors for i in f.indices}
-    if not held.issuperset(linear.in_indices):
+    if not held.issuperset(inner):
         raise NotThin("A does not multiply all features of x")
     if not held.issuperset(i for i in linear.out_indices if i not in linear.rows):
         raise NotThin(
             "the branch has another shape than the frozen product: it is repeated over "
             "output features"
         )
-
-
-def _check_scales(
-    linear: Linear, free: Sequence[Factor], fixed: Sequence[Factor]
-) -> None:
-    """Raises `NotThin` if a scale depends on rows on which A and B do not depend."""
-    rows = set(linear.rows)
-    by_row = {i for f in fixed for i in f.indices} & rows
-    if any(set(f.indices) & rows - by_row for f in free):
-        raise NotThin(_SCALED_BY_ROW)
-
-
-def _shared(
-    a: Sequence[Factor], b: Sequence[Factor], exclude: set[Index]
-) -> tuple[Index, ...]:
-    in_b = {i for f in b for i in f.indices}
-    in_a = (i for f in a for i in f.indices)
-    return tuple(dict.fromkeys(i for i in in_a if i in in_b and i not in exclude))
 
 
 def _check_rank(linear: Linear, rank_indices: tuple[Index, ...]) -> None:

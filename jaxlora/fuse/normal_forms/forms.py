@@ -249,7 +249,15 @@ def rename_term(term: Term, names: Names) -> Term:
         Group(g.number, g.array.renamed(names), g.members, g.equations)
         for g in term.groups
     )
-    return dataclasses.replace(term, factors=factors, groups=groups)
+    return Term(
+        term.coefficient,
+        factors,
+        term.rounded,
+        term.restored,
+        term.precisions,
+        groups,
+        term.equations,
+    )
 
 
 def rename(form: Form, names: Names) -> Form:
