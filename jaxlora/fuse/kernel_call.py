@@ -59,33 +59,23 @@ class SiteCall:
     def x(self) -> jax.Array:
         """Returns the input, [T, K] in token blocks."""
         first = self.site.first
-        x = self._array(first.x, (*self._row_order(first), *first.in_indices))
+        x = self._array(first.x, (*first.row_order, *first.in_indices))
         return self._stored(x.astype(self.site.dtype))
 
-    def outputs(
-        self, x: jax.Array, s: Sequence[jax.Array] | None = None
-    ) -> list[jax.Array]:
-        """Returns the kernels' results, with gradients of frozen arrays.
+    def roots(self, x: jax.Array, s: Sequence[jax.Array] | None) -> list[jax.Array]:
+        """Returns the values of the variables that hold the sums.
 
         Args:
             x: The input, in token blocks.
             s: What was computed beside x; None: nothing.
         """
-        return linear_outputs(
-            self.site, x, self.projections, self.rows.block_adapter, s=s
-        )
-
-    def roots(self, outputs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the values of the variables that hold the sums."""
-        results = []
-        for p, y in zip(self.site.linears, outputs, strict=True):
+        blocks, results = self.rows.block_adapter, []
+        ys = linear_outputs(self.site, x, self.projections, blocks, s=s)
+        for p, y in zip(self.site.linears, ys, strict=True):
             for name in self.site.y_names:
                 y = checkpoint_name(y, name)
             results.append(self._root(p, y))
         return results
-
-    def _row_order(self, linear: Linear) -> tuple[Index, ...]:
-        return *linear.adapter_indices, *linear.row_indices
 
     def _shape(self, indices: Sequence[Index]) -> tuple[int, ...]:
         return tuple(self.site.first.indices.sizes[i] for i in indices)
@@ -183,7 +173,7 @@ class SiteCall:
     def _mask(self, p: Linear, ones: jax.Array) -> GivenMask | None:
         if p.mask is None:
             return None
-        order = (*self._row_order(p), *p.in_indices)
+        order = (*p.row_order, *p.in_indices)
         kept = self._spread(p.mask, order).astype(bool)
         kept = kept if p.mask.keeps else ~kept
         return GivenMask(pack_mask(self._stored(kept)), ones)
@@ -211,7 +201,7 @@ class SiteCall:
         """Lays the kernels' result out as the traced function's."""
         aval: Any = p.root.aval
         y = self.rows.restore(y)
-        order = (*self._row_order(p), *p.out_indices)
+        order = (*p.row_order, *p.out_indices)
         y = y.reshape(self._shape(order))
         wanted = [i for dim in p.dims for i in dim]
         held = [i for i in wanted if i in order]
@@ -343,11 +333,11 @@ def _results(part: Part, values: dict[Any, jax.Array]) -> list[jax.Array]:
         x, s = _produced(part.producer, site, values)
         made.append(_as_var(x, part.producer.x))
     if part.gate is None:
-        return [*site.roots(site.outputs(x, s)), *made]
+        return [*site.roots(x, s), *made]
     following = SiteCall(part.gate.following, values)
     h, s = _gated(part.gate, site, following, x, s)
     made.append(_as_var(h, part.gate.maker.x))
-    return [*following.roots(following.outputs(h, s)), *made]
+    return [*following.roots(h, s), *made]
 
 
 def _as_var(value: jax.Array, var: core.Var) -> jax.Array:

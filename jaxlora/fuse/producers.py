@@ -177,8 +177,8 @@ def _no_gate(site: Site, maker: Maker, following: Site) -> str | None:
 def _is_plain(linear: Linear) -> bool:
     """Returns whether the kernels' own result is the output."""
     aval: Any = linear.root.aval
-    rows = (*linear.adapter_indices, *linear.row_indices)
-    is_in_order = [*rows, *linear.out_indices] == [i for d in linear.dims for i in d]
+    order = [*linear.row_order, *linear.out_indices]
+    is_in_order = order == [i for dim in linear.dims for i in dim]
     is_changed = linear.scales or linear.added or aval.dtype != linear.x.dtype
     return is_in_order and not is_changed
 

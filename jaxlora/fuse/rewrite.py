@@ -9,12 +9,11 @@ from jax.extend import core, linear_util
 
 from jaxlora.fuse.choose import Choice, choose
 from jaxlora.fuse.graph import BODIES, Graph
-from jaxlora.fuse.group import group_sites, ungroup
 from jaxlora.fuse.linears.match import find_sites
 from jaxlora.fuse.measure import Stopwatch
 from jaxlora.fuse.place import Placed, part_equations
 from jaxlora.fuse.producers import Part
-from jaxlora.fuse.site import Refusal, Site
+from jaxlora.fuse.site import Refusal, Site, group_sites, ungroup
 from jaxlora.fuse.trace import open_calls
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 

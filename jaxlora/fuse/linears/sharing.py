@@ -84,17 +84,16 @@ def sums_axes(eqn: Any, value: core.Var, axes: set[int]) -> bool:
 
 
 class Readers:
-    """Knows which equations may read a part of a linear beside it."""
+    """Knows which equations may read a part of a linear beside it.
+
+    Attributes:
+        normalizer: Knows the form of each value.
+        linears: The present linears, by the variables that hold their sums.
+    """
 
     def __init__(
         self, normalizer: Normalizer, linears: Mapping[core.Var, Linear]
     ) -> None:
-        """Reads no jaxpr yet.
-
-        Args:
-            normalizer: Knows the form of each value.
-            linears: The present linears, by the variables that hold their sums.
-        """
         self.normalizer = normalizer
         self.linears = linears
         self.eqns = normalizer.graph.jaxpr.eqns

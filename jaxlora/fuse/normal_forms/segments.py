@@ -6,6 +6,7 @@ equations are added to the jaxpr if a site reads them.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -174,7 +175,7 @@ def _joined(
     term = Term(
         coefficient,
         (*factors, *scales, _choice(n, segments, block_rows, entry)),
-        _rounded(segments),
+        functools.reduce(narrower, (t.rounded for t in segments.terms)),
         any(t.restored for t in segments.terms),
         frozenset().union(*(t.precisions for t in segments.terms)),
         equations=_equations(n.graph, segments, place),
@@ -210,7 +211,7 @@ def _choice(
 ) -> Factor:
     """Returns the choice of each block of rows."""
     size = sum(segments.sizes) // n.indices.size_of(rows)
-    counts = [n // size for n in segments.sizes]
+    counts = [count // size for count in segments.sizes]
     entries = np.repeat(np.asarray(segments.entries, np.int32), counts)
     choice = Choice(("segments", entries.tobytes()), False, "zero")
     literal = core.Literal(entries, jax.typeof(entries))
@@ -263,10 +264,3 @@ def _scales(segments: Segments, entry: Index) -> tuple[float, list[Factor]]:
     values = np.asarray(numbers, np.float32)
     literal = core.Literal(values, jax.typeof(values))
     return 1.0, [Factor(literal, ((entry,),), values.dtype)]
-
-
-def _rounded(segments: Segments) -> np.dtype | None:
-    rounded = segments.terms[0].rounded
-    for term in segments.terms:
-        rounded = narrower(rounded, term.rounded)
-    return rounded
