@@ -71,9 +71,8 @@ class _Finder:
         self.normalizer = Normalizer(graph, RULES)
         self.closed: set[core.Var] = set()  # sums that became arrays of their own
         self.linears: dict[core.Var, Linear] = {}
-        self.sums: dict[core.Var, Form] = {}  # the forms of the linears' roots
+        self.sums: dict[core.Var, Form] = {}  # of all linears, also of those refused
         self.readers = Readers(self.normalizer, self.linears)
-        self.accepted: set[int] = set()  # numbers of sums that are linears
         self.refusals: dict[int, Refusal] = {}
         self.refused_by: dict[int, int] = {}  # the near miss that has an equation
         self.hints: dict[int, str] = {}  # why other sums may be no linears
@@ -108,10 +107,10 @@ class _Finder:
             if needed.isdisjoint(eqn.outvars):
                 continue
             root = eqn.outvars[0]
-            if root in kept:  # an array
-                continue
+            if root in kept:
+                continue  # it is an array of its own
             lenient.add_equation(number, eqn)
-            is_grown = number in self.accepted and number not in self.refusals
+            is_grown = root in self.sums and number not in self.refusals
             is_sum = eqn.primitive.name in _SUMS and not is_grown
             if is_sum and self._find_obstacle(lenient, number, root):
                 lenient.forget(root)
@@ -171,7 +170,7 @@ class _Finder:
         if linear is not None:
             reason = weight_reason(linear, self.graph) or repeated(linear)
             if reason is None:
-                self._accept(number, linear, form, reasons)
+                self._accept(linear, reasons)
                 return
             reasons = [reason]
         equations = frozenset().union(*(term.equations for term in form.terms))
@@ -182,19 +181,9 @@ class _Finder:
             self.closed.add(root)
             self.normalizer.forget(root)
 
-    def _accept(
-        self, number: int, linear: Linear, form: Form, reasons: Sequence[str]
-    ) -> None:
-        """Adds a linear.
-
-        Args:
-            number: Number of the equation that computes its sum.
-            linear: The linear.
-            form: The form of the sum.
-            reasons: Why other terms of the sum are no branches.
-        """
-        self.accepted.add(number)
-        self.sums[linear.root] = form
+    def _accept(self, linear: Linear, reasons: Sequence[str]) -> None:
+        """Adds a linear, and why other terms of its sum are no branches."""
+        self.sums[linear.root] = self.normalizer.forms[linear.root]
         self.linears[linear.root] = dataclasses.replace(
             linear,
             parts=self._slices_of(linear.x.var),
@@ -235,7 +224,7 @@ class _Finder:
                 linear, reasons = find_linear(self.normalizer, result)
             if linear and _is_gain(old, linear):
                 del self.linears[root]
-                self._accept(number, linear, forms[result], reasons)
+                self._accept(linear, reasons)
                 return True
             forms.pop(result, None)
             if linear and (reason := repeated(linear)) is not None:
