@@ -1,6 +1,5 @@
 """Chooses the kernels of a site."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,19 +8,6 @@ from jax import lax
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels import BACKENDS, LinearShape, get_backend
 from jaxlora.pallas_kernels.backends import is_partitioned
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A back end that can run a linear.
-
-    Attributes:
-        name: Its name in `BACKENDS`.
-        block_tokens: Rows of a token block.
-    """
-
-    name: str
-    block_tokens: int
 
 
 def check_implementation(name: str) -> None:
@@ -35,7 +21,7 @@ def check_implementation(name: str) -> None:
 
 def choose_backend(
     asked: str, shapes: Sequence[LinearShape], precision: lax.Precision, mesh: Any
-) -> Chosen | str:
+) -> tuple[str, int] | str:
     """Returns the first back end to take for a linear, or why none is taken.
 
     Args:
@@ -44,6 +30,9 @@ def choose_backend(
         shapes: The linear with each size of token blocks, in order of preference.
         precision: What the products are asked for.
         mesh: The abstract mesh around the linear.
+
+    Returns:
+        The back end's name and the rows of a token block, or the reason.
     """
     is_auto = asked == "auto"
     reasons = []
@@ -64,6 +53,6 @@ def choose_backend(
         for shape in shapes:
             reason = backend.why_not(backend.unsupported(shape), is_auto=is_auto)
             if reason is None:
-                return Chosen(name=backend.name, block_tokens=shape.block_tokens)
+                return backend.name, shape.block_tokens
         reasons.append(f"{backend.name} {reason}")
     return "; ".join(reasons)

@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.backend import Chosen, choose_backend
+from jaxlora.fuse.backend import choose_backend
 from jaxlora.fuse.graph import RESULT, Graph, variables
 from jaxlora.fuse.linears.bases import repeated
 from jaxlora.fuse.linears.branches import find_linear, is_vector
@@ -291,7 +291,8 @@ class _Finder:
         if reason is not None:
             self._refuse(number, reason, linear.equations)
             return None
-        assert isinstance(chosen, Chosen) and linear.precision is not None
+        assert not isinstance(chosen, str) and linear.precision is not None
+        implementation, block_tokens = chosen
         names = self._names_in(linear)
         return Site(
             linears=(dataclasses.replace(linear, added=added),),
@@ -301,8 +302,8 @@ class _Finder:
             precision=linear.precision,
             s_names=tuple(names[False]),
             y_names=tuple(names[True]),
-            implementation=chosen.name,
-            block_tokens=chosen.block_tokens,
+            implementation=implementation,
+            block_tokens=block_tokens,
             keeps_s=self.readers.keep_s(linear),
         )
 
