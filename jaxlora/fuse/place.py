@@ -32,7 +32,7 @@ class Placed:
     ) -> None:
         self.eqns, self.maker = graph.jaxpr.eqns, graph.maker
         self.left = dict(enumerate(parts))  # the parts that are not in kept calls
-        self.calls: list[Call] = []  # that are kept, in order
+        self.kept: set[int] = set()  # the equations in calls that are kept
         self.made_by = {v: n for n, part in self.left.items() for v in part.outputs}
         # Equations that compute what a part reads or writes, with the part's number.
         self.touching = sorted(
@@ -87,7 +87,7 @@ class Placed:
             return
         # The body is rewritten on its own, and these sites are found again there.
         self.left = {n: p for n, p in self.left.items() if n not in numbers}
-        self.calls.append(call)
+        self.kept |= set(range(call.start, call.stop))
         for out, atom in zip(call.eqn.outvars, call.results, strict=True):
             if self._is_within(atom, call):
                 self.names.setdefault(atom, out)
@@ -100,13 +100,7 @@ class Placed:
 
     def is_in_body(self, some: Sequence[Any]) -> bool:
         """Returns whether bodies of kept calls compute all of some variables again."""
-
-        def is_within(var: Any) -> bool:
-            number = self.maker.get(var, -1)
-            place = bisect.bisect(self.calls, number, key=lambda call: call.start)
-            return place > 0 and self._is_within(var, self.calls[place - 1])
-
-        return all(map(is_within, some))
+        return all(self.maker.get(var) in self.kept for var in some)
 
     def _is_inside(self, part: Part, call: Call) -> bool:
         return all(self._is_within(out, call) for out in part.outputs) and all(
