@@ -1,4 +1,9 @@
-"""Decides for each site whether kernels compute it, and which functions around it."""
+"""Decides for each site whether kernels compute it, and which functions around it.
+
+The rule: under `auto`, kernels compute norms and gates if the function itself draws the
+dropout masks of the linears that they are computed with. A back end that is named
+computes everything that it can. The times behind the rule are in docs/measured/fuse.md.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -7,8 +12,9 @@ from jax.extend import core
 
 from jaxlora.fuse.cost import decide, format_time
 from jaxlora.fuse.measure import Stopwatch, Times
-from jaxlora.fuse.producers import Part, find_parts, is_worth_a_kernel
+from jaxlora.fuse.producers import Part, find_parts
 from jaxlora.fuse.site import Site
+from jaxlora.fuse.site_shape import draws_masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +100,7 @@ def _by_rule(whole: Part, implementation: str) -> Sequence[Part]:
     if implementation != "auto":
         return [whole]
     fused = [Part(site=site) for site in whole.sites if decide(site).fused]
-    if len(fused) == len(whole.sites) and is_worth_a_kernel(whole.sites):
+    if len(fused) == len(whole.sites) and all(map(draws_masks, whole.sites)):
         return [whole]
     return fused
 

@@ -161,7 +161,7 @@ def signature(part: Part) -> Hashable:
     """Describes a part without its place, its variables and the names of its indices.
 
     Calls of parts with equal signatures differ only in their variables, such as those
-    of the layers of a decoder.
+    of the layers of a decoder. Fields with `compare=False` are left out.
     """
     places = {v: i for i, v in enumerate(part.inputs)}
     sizes = part.site.first.indices.sizes

@@ -1,9 +1,4 @@
-"""Norms and gates beside sites, and which of them one call of the kernels computes.
-
-The rule: under `auto`, kernels compute norms and gates if the function itself draws the
-dropout masks of the linears that they are computed with. A back end that is named
-computes everything that it can. The times behind the rule are in docs/measured/fuse.md.
-"""
+"""Norms and gates beside sites that one call of the kernels can compute with them."""
 
 import dataclasses
 import functools
@@ -19,7 +14,6 @@ from jaxlora.fuse.makers import Maker, find_maker
 from jaxlora.fuse.row_program import NotRowWise, RowExpression
 from jaxlora.fuse.rows import is_in_blocks
 from jaxlora.fuse.site import Linear, Site
-from jaxlora.fuse.site_shape import draws_masks
 from jaxlora.pallas_kernels import (
     GivenMask,
     Projection,
@@ -114,11 +108,6 @@ def find_parts(sites: Sequence[Site]) -> list[Part]:
                 reason = gate
         found[after] = dataclasses.replace(found[after], producer=maker, refusal=reason)
     return found
-
-
-def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
-    """Returns whether `auto` has kernels compute norms and gates with some linears."""
-    return all(map(draws_masks, sites))
 
 
 def _no_producer(maker: Maker, site: Site) -> str | None:
