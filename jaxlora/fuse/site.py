@@ -1,7 +1,7 @@
 """Linears with low-rank branches in a function, from the search to the kernels' call.
 
-Fields with `compare=False` say where something is, or are read by the search alone: on
-the others, a call of the kernels depends.
+Fields with `compare=False` say where something is, or are read by the search alone.
+Calls of the kernels depend on the other fields.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Linear:
-    """A frozen product with branches: `scales * (x W + bias + branches) + rest`.
+    """A frozen product with branches: `scales * (x W + bias + branches) + added`.
 
     All branches have the same mask and selection.
 
@@ -93,7 +93,7 @@ class Linear:
         coefficient: The number that multiplies the frozen product.
         matrices: The weight, and matrices of which it is a product with scales.
         parts: The variables that are slices of the input.
-        rest: The terms of `added`, and of what cannot be added.
+        rest: The terms of `added`, and those that no variable holds.
         rest_reason: Why one of these is no branch; None: it is not known.
         used_reason: Why a larger sum, which uses a part too, is no linear; None: it is
             not known.
