@@ -11,17 +11,15 @@ from jaxlora.fuse.backend import choose_backend
 from jaxlora.fuse.graph import RESULT, Graph, variables
 from jaxlora.fuse.linears.bases import repeated
 from jaxlora.fuse.linears.branches import find_linear, is_vector
-from jaxlora.fuse.linears.near_misses import (
+from jaxlora.fuse.linears.open_sums import ADDS, is_open
+from jaxlora.fuse.linears.reasons import (
     LenientNormalizer,
     adapter_products,
-    obstacle_of,
-    sums_of,
-)
-from jaxlora.fuse.linears.open_sums import ADDS, is_open
-from jaxlora.fuse.linears.refusals import (
     is_restored,
+    obstacle_of,
     rounding_reason,
     sharding_reason,
+    sums_of,
     weight_reason,
 )
 from jaxlora.fuse.linears.sharing import USED, Readers
