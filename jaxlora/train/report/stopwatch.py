@@ -41,5 +41,7 @@ class Stopwatch:
         return dict(sorted(self._seconds.items(), key=lambda one: -one[1]))
 
     def __str__(self) -> str:
-        parts = (f"{what} {spent:.1f}" for what, spent in self.seconds().items())
-        return ", ".join(parts)
+        shown = {what: f"{spent:.1f}" for what, spent in self.seconds().items()}
+        return ", ".join(
+            f"{what} {text}" for what, text in shown.items() if text > "0.0"
+        )
