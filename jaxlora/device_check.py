@@ -16,7 +16,7 @@ from jaxlora.common.background import in_background
 from jaxlora.errors import DeviceError
 
 _SECONDS = 20.0  # without its daemon, the driver starts anew for each query
-_A_GPU = re.compile(r"\d+|(GPU|MIG)-.*")  # an entry of CUDA_VISIBLE_DEVICES
+A_GPU = re.compile(r"\d+|(GPU|MIG)-.*")  # an entry of CUDA_VISIBLE_DEVICES
 _MEANT = "To compute on the CPU, say so: --device cpu, or JAX_PLATFORMS=cpu."
 _CHECK = "from jaxlora.device_check import check_device; check_device()"
 
@@ -92,7 +92,7 @@ def visible_gpu() -> str | None:
     """Says by what an NVIDIA GPU is known to be visible here; None if none is."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     # CUDA ignores what follows an invalid entry.
-    if allowed is not None and not _A_GPU.fullmatch(allowed.split(",")[0].strip()):
+    if allowed is not None and not A_GPU.fullmatch(allowed.split(",")[0].strip()):
         return None
     # A container may show the driver of its host in /proc, but no device.
     if nodes := _device_nodes():

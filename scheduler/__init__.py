@@ -5,9 +5,8 @@ from jaxlora.scheduler.check import violations
 from jaxlora.scheduler.cost import AffineCost, CostModel, StageCost
 from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.pack import whole as joint
-from jaxlora.scheduler.packers import PackerName, get_packer, pack_ticks
+from jaxlora.scheduler.packers import PackerName, Plan, get_packer, pack_ticks, plan
 from jaxlora.scheduler.papers import greedy
-from jaxlora.scheduler.plan import Plan, plan
 from jaxlora.scheduler.simulate import Simulation, simulate
 from jaxlora.scheduler.types import (
     Limits,

@@ -24,34 +24,14 @@ class Candidate:
     priority: int = 0
 
 
-def admit(waiting: Sequence[Candidate], num_free: int) -> list[Candidate]:
-    """Chooses the jobs that start now, in the order in which they take free slots.
-
-    Args:
-        waiting: Waiting jobs, in order of arrival.
-        num_free: Number of free slots.
-    """
-    by_priority = sorted(waiting, key=lambda c: -c.priority)  # a stable sort
-    return by_priority[: max(0, num_free)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Preemption:
-    """The jobs to pause and the jobs to start between two microbatches.
-
-    Attributes:
-        paused: Running jobs that give up their slots, in order of ascending priority.
-        started: Waiting jobs that start now.
-    """
-
-    paused: tuple[Candidate, ...] = ()
-    started: tuple[Candidate, ...] = ()
-
-
-def preempt(
-    running: Sequence[Candidate], waiting: Sequence[Candidate], num_slots: int
-) -> Preemption:
-    """Replaces running jobs by waiting jobs of higher priority.
+def admit(
+    running: Sequence[Candidate],
+    waiting: Sequence[Candidate],
+    num_slots: int,
+    *,
+    preempts: bool,
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Chooses which jobs start, and which running ones are paused for them.
 
     A job is paused only for a job of strictly higher priority, and no more jobs are
     paused than necessary. The job with the lowest priority is paused first; among equal
@@ -63,17 +43,22 @@ def preempt(
         waiting: Waiting jobs, in order of arrival.
         num_slots: Number of jobs that may run at the same time. If more run already,
             they go on until a job of higher priority starts.
+        preempts: Whether running jobs may be paused.
+
+    Returns:
+        The jobs to pause, the lowest priority first; and the jobs to start, in the
+        order in which they take free slots.
     """
     order = sorted(range(len(running)), key=lambda i: (running[i].priority, -i))
     weakest = [running[i] for i in order]
     paused: list[Candidate] = []
     started: list[Candidate] = []
-    for job in sorted(waiting, key=lambda c: -c.priority):
+    for job in sorted(waiting, key=lambda c: -c.priority):  # a stable sort
         excess = len(weakest) + len(started) + 1 - num_slots
-        leaving = weakest[: max(0, excess)]
+        leaving = weakest[: max(0, excess)] if preempts else []
         if len(leaving) < excess or any(c.priority >= job.priority for c in leaving):
             break  # it blocks the jobs behind it in the queue
         paused += leaving
         del weakest[: len(leaving)]
         started.append(job)
-    return Preemption(paused=tuple(paused), started=tuple(started))
+    return paused, started

@@ -140,14 +140,10 @@ def lower_bound(
 
 
 def _fewest_microbatches(lengths: np.ndarray, capacity: int) -> int:
-    """Bounds the number of microbatches that hold samples.
+    """Bounds the number of microbatches that hold samples, whose lengths ascend.
 
     Samples of more than half of the capacity never share one. Other samples, from some
     length on, only fit beside those that leave room for that length.
-
-    Args:
-        lengths: Lengths in ascending order.
-        capacity: Tokens of a microbatch.
 
     References:
         Martello and Toth, Lower bounds and reduction procedures for the bin packing

@@ -24,21 +24,12 @@ class TimePoint:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TimeFit:
-    """A fitted time model.
-
-    Attributes:
-        cost: The model; its times are in seconds.
-        mape: Mean absolute percentage error at the measured points, as a fraction.
-    """
-
-    cost: AffineCost
-    mape: float
-
-
-def fit_time(points: Sequence[TimePoint]) -> TimeFit:
+def fit_time(points: Sequence[TimePoint]) -> tuple[AffineCost, float]:
     """Fits `base + per_token * tokens + per_square * squares` to measured times.
+
+    Returns:
+        The model in seconds, and its mean absolute percentage error at the measured
+        points, as a fraction.
 
     Raises:
         ValueError: The points do not determine the three coefficients, or a time is not
@@ -63,4 +54,4 @@ def fit_time(points: Sequence[TimePoint]) -> TimeFit:
     base, per_token, per_square = (solution / scale).tolist()
     cost = AffineCost(base=base, per_token=per_token, per_square=per_square)
     mape = float(np.mean(np.abs(x @ (solution / scale) - y) / y))
-    return TimeFit(cost=cost, mape=mape)
+    return cost, mape

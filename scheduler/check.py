@@ -42,7 +42,7 @@ def violations(
     ticks = ticks_of(schedule.microbatches, num_lanes)
     out = _check_samples(schedule, samples)
     for i, microbatch in enumerate(schedule.microbatches):
-        out += _check_microbatch(i, microbatch, schedule.limits)
+        out += microbatch_violations(i, microbatch, schedule.limits)
     last_batch: dict[int, int] = {}
     for i, tick in enumerate(ticks):
         if not any(tick) and distance == 1:
@@ -80,7 +80,8 @@ def _check_samples(schedule: Schedule, samples: Iterable[Sample]) -> list[str]:
     return out
 
 
-def _check_microbatch(i: int, microbatch: Microbatch, limits: Limits) -> list[str]:
+def microbatch_violations(i: int, microbatch: Microbatch, limits: Limits) -> list[str]:
+    """Lists the violations of a microbatch, whose number is `i`."""
     out = []
     padded = padded_tokens(microbatch, limits)
     if padded > limits.capacity:

@@ -154,12 +154,6 @@ def pooled(
 
     A tick takes at least as long as on this lane, because its slowest lane has at least
     the mean number of tokens.
-
-    Args:
-        limits: Limits of a microbatch.
-        cost: Times of a microbatch on one lane.
-        num_lanes: Number of lanes.
-        part: Part of the lanes' capacity that a tick may fill.
     """
     blocks = int(part * num_lanes * limits.capacity) // limits.block_tokens
     stages = tuple(

@@ -1,17 +1,21 @@
-"""The registry of packers, which all have the same signature."""
+"""The registry of packers, and plans: schedules that are checked and simulated."""
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+from jaxlora.scheduler.bounds import Bound, lower_bound
+from jaxlora.scheduler.check import require_legal
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes
 from jaxlora.scheduler.pack import whole
 from jaxlora.scheduler.pack.fill import balanced
 from jaxlora.scheduler.papers import greedy, lorafusion
-from jaxlora.scheduler.plan import Packer
-from jaxlora.scheduler.types import Limits, Sample, Schedule, check_fits
+from jaxlora.scheduler.simulate import Simulation, simulate
+from jaxlora.scheduler.types import Limits, Pipeline, Sample, Schedule, check_fits
 
+Packer = Callable[[Sequence[Sample], Limits, Pipeline, CostModel], Schedule]
 PackerName = Literal["joint", "greedy", "lorafusion"]
 
 _PACKERS: dict[str, Packer] = {
@@ -77,3 +81,64 @@ def pack_ticks(
     ticks = whole.arrange(packed.microbatches, n, pipeline.distance)
     microbatches = itertools.chain.from_iterable(balanced(ticks, n))
     return Schedule(microbatches=tuple(microbatches), limits=limits)
+
+
+# ---- plans ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A legal schedule, its simulation, and a lower bound for its samples."""
+
+    schedule: Schedule
+    simulation: Simulation
+    bound: Bound
+
+    @property
+    def gap(self) -> float:
+        """Fraction by which the simulated makespan exceeds the lower bound."""
+        return self.bound.gap(self.simulation.makespan)
+
+
+def plan(
+    samples: Sequence[Sample],
+    limits: Limits,
+    pipeline: Pipeline,
+    cost: CostModel,
+    *,
+    packer: Packer = whole.pack,
+) -> Plan:
+    """Packs samples and reports how good the schedule is.
+
+    Args:
+        samples: Any number of global batches of any number of jobs.
+        limits: Capacity and block size.
+        pipeline: The pipeline.
+        cost: Times of the passes, for the number of stages that `pipeline` has.
+        packer: Makes the schedule.
+
+    Raises:
+        ValueError: A sample is longer than the capacity, or the cost model and the
+            pipeline differ in the number of stages.
+        RuntimeError: The packer's schedule violates a rule.
+    """
+    schedule = packer(samples, limits, pipeline, cost)
+    return evaluate(schedule, samples, Lanes(pipeline=pipeline), cost)
+
+
+def evaluate(
+    schedule: Schedule, samples: Sequence[Sample], lanes: Lanes, cost: CostModel
+) -> Plan:
+    """Checks and simulates a schedule.
+
+    Raises:
+        ValueError: The cost model and the pipeline differ in the number of stages.
+        RuntimeError: The schedule violates a rule.
+    """
+    require_legal(schedule, samples, lanes)
+    pipeline, n = lanes.pipeline, lanes.num_lanes
+    return Plan(
+        schedule=schedule,
+        simulation=simulate(schedule, cost, pipeline, num_lanes=n),
+        bound=lower_bound(samples, schedule.limits, pipeline, cost, num_lanes=n),
+    )

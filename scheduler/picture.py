@@ -3,21 +3,22 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxlora.scheduler.lanes import Tick, ticks_of
-from jaxlora.scheduler.timeline import Timeline
+from jaxlora.scheduler.simulate import Simulation
 from jaxlora.scheduler.types import Schedule, tokens_by_job
 
-_OPACITY = {"F": 0.45, "B": 1.0, "step": 1.0}
-_STEP_COLOR = "black"
+_FORWARD_OPACITY = 0.45
 IDLE_COLOR = "0.85"
 _MAX_COLORS = 20
 
 
 def draw(
     schedule: Schedule,
-    timelines: Mapping[str, Timeline],
+    simulation: Simulation,
     path: str | os.PathLike,
     *,
     num_lanes: int = 1,
@@ -26,49 +27,39 @@ def draw(
 ) -> None:
     """Writes a Gantt chart of the stages over time.
 
-    Each timeline has a panel, one below the other, which begins at its first pass. All
-    of them have the same scale, so a measured timeline can be compared with a simulated
-    one if both are in the same unit.
-
     Each stage has one row, and each pass is a bar: pale for a forward pass, saturated
-    for a backward pass, black for an optimizer step. The bar of a pass is split into
-    jobs in proportion to their tokens. Grey areas are bubbles.
+    for a backward pass. The bar of a pass is split into jobs in proportion to their
+    tokens. Grey areas are bubbles.
 
     Args:
-        schedule: The schedule that the timelines are of.
-        timelines: The timelines, by their titles.
+        schedule: The schedule.
+        simulation: Its simulation.
         path: Image file to write. Its suffix selects the format (png, svg, pdf).
         num_lanes: Number of microbatches in a tick.
-        until: Time after the first pass at which the chart ends; None draws the whole
-            run.
+        until: Time at which the chart ends; None draws the whole run.
         names: Names of the jobs by number; None: they are `job 0`, `job 1`, ...
     """
-    ticks = ticks_of(schedule.microbatches, num_lanes)
-    longest = max(t.makespan for t in timelines.values())
-    end = longest if until is None else min(until, longest)
+    ticks, end = ticks_of(schedule.microbatches, num_lanes), simulation.makespan
+    end = end if until is None else min(until, end)
     jobs = sorted({s.owner for m in schedule.microbatches for s in m})
-    colors = job_colors(jobs)
-    panels = [
-        Panel(
-            title=f"{title}: {timeline.bubble:.1%} bubble, makespan "
-            f"{timeline.makespan:.4g}",
-            bars=_bars(timeline, ticks, colors, end),
-            rows=[f"stage {stage}" for stage in range(timeline.num_stages)],
-            height=1.2 + 0.7 * timeline.num_stages,
-        )
-        for title, timeline in timelines.items()
-    ]
+    colors, num_stages = job_colors(jobs), len(simulation.forward_start)
+    panel = Panel(
+        title=f"simulated: {simulation.bubble:.1%} bubble, makespan "
+        f"{simulation.makespan:.4g}",
+        bars=_bars(simulation, ticks, colors, end),
+        rows=[f"stage {stage}" for stage in range(num_stages)],
+        height=1.2 + 0.7 * num_stages,
+    )
     legend: dict[str, Any] = {}
     # With more jobs than colors, the legend would be ambiguous.
     if 0 < len(jobs) <= _MAX_COLORS:
         if names is None:
             names = {job: f"job {job}" for job in jobs}
         legend = {names[job]: colors[job] for job in jobs} | {"bubble": IDLE_COLOR}
-    save_panels(panels, path, end=end, unit="time", legend=legend)
+    save_panels([panel], path, end=end, unit="time", legend=legend)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bar:
+class Bar(NamedTuple):
     """A bar: what one job does on some rows.
 
     Attributes:
@@ -109,14 +100,10 @@ def save_panels(
     unit: str,
     legend: Mapping[str, Any],
 ) -> None:
-    """Writes panels of bars, one below the other, on one scale.
+    """Writes panels of bars, one below the other, on one scale, which ends at `end`.
 
-    Args:
-        panels: The panels.
-        path: Image file to write. Its suffix selects the format (png, svg, pdf).
-        end: Time at which they end.
-        unit: Label of the axis of time.
-        legend: Colors by their names; none: without a legend.
+    The suffix of the path selects the format (png, svg, pdf). The legend has colors by
+    their names.
     """
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
@@ -167,23 +154,20 @@ def job_colors(jobs: Sequence[int]) -> dict[int, Any]:
 
 
 def _bars(
-    timeline: Timeline, ticks: list[Tick], colors: dict[int, Any], end: float
+    simulation: Simulation, ticks: list[Tick], colors: dict[int, Any], end: float
 ) -> list[Bar]:
-    """Returns all bars that start before `end`."""
+    """Returns the bars of all passes that start before `end`."""
     bars = []
     parts_of = [tokens_by_job(s for m in tick for s in m) for tick in ticks]
-    for p in timeline.passes:
-        left, right = p.start - timeline.start, p.end - timeline.start
-        if left >= end:
-            continue
-        parts = {colors[job]: n for job, n in parts_of[p.tick].items()}
-        if p.kind == "step":
-            parts = {_STEP_COLOR: 1}
-        total = sum(parts.values())
-        low = p.stage - 0.42
-        for color, tokens in parts.items():
-            high = low + 0.84 * tokens / total
-            face = color, _OPACITY[p.kind]
-            bars.append(Bar(left=left, right=right, low=low, high=high, color=face))
-            low = high
+    for starts, ends, opacity in (
+        (simulation.forward_start, simulation.forward_end, _FORWARD_OPACITY),
+        (simulation.backward_start, simulation.backward_end, 1.0),
+    ):
+        for stage, tick in np.argwhere((starts < ends) & (starts < end)).tolist():
+            total, low = sum(parts_of[tick].values()), stage - 0.42
+            for job, tokens in parts_of[tick].items():
+                high = low + 0.84 * tokens / total
+                left, right = float(starts[stage, tick]), float(ends[stage, tick])
+                bars.append(Bar(left, right, low, high, (colors[job], opacity)))
+                low = high
     return bars

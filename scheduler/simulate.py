@@ -97,43 +97,31 @@ def _pass_ends(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Computes when the forward and backward passes end, by stage and tick.
 
-    Args:
-        forward: Times of forward passes, by stage and tick.
-        backward: Times of backward passes, by stage and tick.
-        is_real: Whether each tick is not a no-op.
-        pipeline: The pipeline.
-        communication: Time of a transfer between neighboring stages.
+    Their times are by stage and tick, too. A tick that is not real is a no-op.
     """
     num_stages, num = len(forward), len(is_real)
     clock = [0.0] * num_stages
     warm_up = [pipeline.warm_up(s) for s in range(num_stages)]
     forward_end = [[0.0] * num for _ in range(num_stages)]
     backward_end = [[0.0] * num for _ in range(num_stages)]
-    last = num_stages - 1
 
-    def run_forward(s: int, m: int) -> None:
+    def run(times: list, ends: list, s: int, m: int, neighbor: int) -> None:
         start = clock[s]
-        if s and is_real[m]:
-            start = max(start, forward_end[s - 1][m] + communication)
-        clock[s] = forward_end[s][m] = start + forward[s][m]
-
-    def run_backward(s: int, m: int) -> None:
-        start = clock[s]
-        if s < last and is_real[m]:
-            start = max(start, backward_end[s + 1][m] + communication)
-        clock[s] = backward_end[s][m] = start + backward[s][m]
+        if is_real[m] and 0 <= neighbor < num_stages:
+            start = max(start, ends[neighbor][m] + communication)
+        clock[s] = ends[s][m] = start + times[s][m]
 
     # This order visits each pass after all passes that it waits for, because a stage is
     # never ahead of the stage before it.
     for s in range(num_stages):
         for m in range(min(warm_up[s], num)):
-            run_forward(s, m)
+            run(forward, forward_end, s, m, s - 1)
     for i in range(num):
         for s in range(num_stages):
             if i + warm_up[s] < num:
-                run_forward(s, i + warm_up[s])
+                run(forward, forward_end, s, i + warm_up[s], s - 1)
         for s in reversed(range(num_stages)):
-            run_backward(s, i)
+            run(backward, backward_end, s, i, s + 1)
     return forward_end, backward_end
 
 

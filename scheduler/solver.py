@@ -1,6 +1,5 @@
 """Runs the HiGHS solver through PuLP and interprets its result."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,27 +14,15 @@ class SolverError(RuntimeError):
     """The solver failed, or gave an answer that cannot be right."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """Result of a minimization with an integer objective.
+def solve(
+    problem: pulp.LpProblem, *, time_limit: float, seed: int
+) -> tuple[int | None, bool]:
+    """Minimizes an integer by HiGHS on one thread, from the values of the variables.
 
-    Attributes:
-        objective: Objective of the best solution; None if no solution was found.
-        proved: Whether the solution is proved to be optimal. If the solver reached a
-            limit, this is only so if the objective equals the lower bound.
-    """
-
-    objective: int | None
-    proved: bool
-
-
-def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
-    """Runs HiGHS on one thread.
-
-    Args:
-        problem: The program. Its variables hold the start, and afterwards the solution.
-        time_limit: Time limit in seconds.
-        seed: Seed of the solver.
+    Returns:
+        The objective of the best solution, or None if none was found; and whether it is
+        proved to be optimal. If the solver reached a limit, this is only so if the
+        objective equals the lower bound.
 
     Raises:
         SolverError: HiGHS stopped for a reason other than a proof or a limit.
@@ -45,21 +32,18 @@ def solve(problem: pulp.LpProblem, *, time_limit: float, seed: int) -> Answer:
     if stats.status not in (status.Optimal, status.TimeLimit, status.GapLimit):
         raise SolverError(f"HiGHS stopped with {stats.status.name!r}.")
     if not stats.has_solution or stats.objective is None:
-        return Answer(objective=None, proved=False)
+        return None, False
     objective, bound = round(stats.objective), stats.best_bound
     at_bound = bound is not None and math.ceil(bound - _TOLERANCE) >= objective
     proved = at_bound or (bound is None and stats.status == status.Optimal)
-    return Answer(objective=objective, proved=proved)
+    return objective, proved
 
 
 def run(problem: pulp.LpProblem, *, seed: int, **limits: float):
     """Runs HiGHS on one thread and returns PuLP's statistics.
 
-    Args:
-        problem: The program. Its variables hold the start, if any, and afterwards the
-            solution.
-        seed: Seed of the solver.
-        **limits: Options of HiGHS, such as `time_limit` in seconds.
+    The variables hold the start, if any, and afterwards the solution. The limits are
+    options of HiGHS, such as `time_limit` in seconds.
 
     Raises:
         SolverError: HiGHS fails.

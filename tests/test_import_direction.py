@@ -22,7 +22,7 @@ OUTSIDE = tuple(
 
 
 def package_of(name: str) -> str:
-    """Returns `scheduler` for `jaxlora.scheduler.plan`, or else the first part."""
+    """Returns `scheduler` for `jaxlora.scheduler.packers`, or else the first part."""
     first, _, rest = name.partition(".")
     second = rest.partition(".")[0]
     return second if first == "jaxlora" and second in LINKED else first

@@ -35,7 +35,7 @@ from jaxlora.run.folder import (
 )
 from jaxlora.scheduler import Plan, Sample, Schedule
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.plan import evaluate
+from jaxlora.scheduler.packers import evaluate
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.trackers.table import check_installed
 from jaxlora.train.saved.continue_job import continued_step

@@ -18,7 +18,6 @@ from jaxlora.forecast.sweep_groups import NO_TIME, draw_groups, print_groups
 from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.plan.memory.need import DoesNotFitError, MemoryNeed
 from jaxlora.scheduler import picture
-from jaxlora.scheduler.timeline import Timeline
 
 _DRAWN_MICROBATCHES = 60
 
@@ -260,14 +259,13 @@ def draw_plan(planned: RunForecast, path: str | os.PathLike) -> str:
         return "the groups of the sweep"
     whole = planned.whole
     assert whole is not None, "replicas of different sizes are not simulated"
-    drawn = min(_DRAWN_MICROBATCHES, len(whole.schedule.microbatches))
+    n, num = planned.plan.lanes.num_lanes, len(whole.schedule.microbatches)
+    drawn = min(-(-_DRAWN_MICROBATCHES // n), num // n)
     until = float(whole.simulation.backward_end[:, :drawn].max())
-    timeline = Timeline.simulated(whole.simulation)
     names = {number: job.name for number, job in enumerate(planned.jobs)}
-    picture.draw(
-        whole.schedule, {"simulated": timeline}, path, until=until, names=names
-    )
-    return f"microbatches 1 to {drawn} of {len(whole.schedule.microbatches)}"
+    options = {"num_lanes": n, "until": until, "names": names}
+    picture.draw(whole.schedule, whole.simulation, path, **options)
+    return f"microbatches 1 to {n * drawn} of {num}"
 
 
 def picture_kind(path: str | os.PathLike) -> str:

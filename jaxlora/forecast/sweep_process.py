@@ -3,6 +3,7 @@
 `jaxlora.sweeps.engine.group_plan` starts it, with the settings of a run as JSON.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -92,7 +93,7 @@ def main() -> None:
     config = RunConfig.model_validate_json(sys.stdin.read())
     take_free_gpus(gathers=config.may_gather)
     try:
-        answer = group_plans(config).values()
+        answer = dataclasses.asdict(group_plans(config))
     except JaxloraError as error:
         answer = {"error": str(error)}
     with out:

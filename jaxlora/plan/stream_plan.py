@@ -12,7 +12,6 @@ from typing import Protocol, runtime_checkable
 from jaxlora.run.saved_run import SavedStream
 from jaxlora.scheduler import Sample, padded_tokens
 from jaxlora.scheduler.lanes import Tick
-from jaxlora.scheduler.stream.plan_ahead import PlanAhead
 from jaxlora.scheduler.stream.state import (
     Lengths,
     Position,
@@ -20,7 +19,7 @@ from jaxlora.scheduler.stream.state import (
     StreamState,
     advance,
 )
-from jaxlora.scheduler.stream.stream import next_stretch
+from jaxlora.scheduler.stream.stream import PlanAhead, next_stretch
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)

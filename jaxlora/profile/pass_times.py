@@ -104,9 +104,9 @@ def measure_passes(
     training.load()
     fits = {name: fit_time(points) for name, points in timer.points.items()}
     last = len(training.layout.stages) - 1
-    both = fits[f"FB{last}"].cost * 0.5
+    both = fits[f"FB{last}"][0] * 0.5
     stages = [
-        StageCost(forward=fits[f"F{s}"].cost, backward=fits[f"B{s}"].cost)
+        StageCost(forward=fits[f"F{s}"][0], backward=fits[f"B{s}"][0])
         for s in range(last)
     ]
     cost = CostModel(
@@ -116,8 +116,8 @@ def measure_passes(
     return PassTimes(
         points=timer.points,
         cost=cost,
-        mape=max(fit.mape for fit in fits.values()),
-        padding=padding_share(timer.padded, fits[f"FB{last}"].cost),
+        mape=max(mape for _, mape in fits.values()),
+        padding=padding_share(timer.padded, fits[f"FB{last}"][0]),
     )
 
 

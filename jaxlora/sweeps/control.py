@@ -35,9 +35,6 @@ class SweepControl(Control[SweepReport]):
     def __init__(self, config: RunConfig):
         """Makes the object.
 
-        Args:
-            config: The run; without a sweep, nothing is decided.
-
         Raises:
             ConfigError: Optuna is not installed, and the search needs it.
         """
@@ -57,7 +54,7 @@ class SweepControl(Control[SweepReport]):
             points={name: list(points) for name, points in found.points.items()},
             metrics={name: list(points) for name, points in found.metrics.items()},
             cutoffs=list(found.cutoffs),
-            stops={n: (stop.rule, stop.reason) for n, stop in found.stops.items()},
+            stops=dict(found.stops),
             halving=halving_of(self._rules),
         )
 
@@ -79,7 +76,7 @@ class SweepControl(Control[SweepReport]):
             check_same_rungs(self._rules, saved.halving, "the checkpoint")
             found.points = {name: list(one) for name, one in saved.points.items()}
             found.metrics = {name: list(one) for name, one in saved.metrics.items()}
-            stops = {n: Stop(rule=r, reason=why) for n, (r, why) in saved.stops.items()}
+            stops = {name: Stop(*stop) for name, stop in saved.stops.items()}
             found.repeat(Decided(cutoffs=tuple(saved.cutoffs), stops=stops))
         self._suggestions.restore(suggested)
 
@@ -101,14 +98,7 @@ class SweepControl(Control[SweepReport]):
         """Decides after evaluations; see `Control.note`."""
         if not self._rules:
             return False
-        points, metrics = [], {}
-        for job in evaluated:
-            progress = job.progress
-            assert progress.last_eval is not None
-            points.append((job.name, progress.step, progress.last_eval))
-            if progress.last_metric is not None:
-                metrics[job.name] = progress.last_metric
-        self._found.note(points, self._standings(jobs), metrics)
+        self._found.note(map(point_of, evaluated), self._standings(jobs))
         return bool(evaluated)
 
     def review(self, jobs: Sequence[JobState]) -> None:
@@ -117,8 +107,7 @@ class SweepControl(Control[SweepReport]):
 
     def stop_of(self, job: JobState) -> tuple[str, str] | None:
         """Returns the rule by which a job ends, and the reason; None if it goes on."""
-        stop = self._found.stops.get(job.name)
-        return None if stop is None else (stop.rule, stop.reason)
+        return self._found.stops.get(job.name)
 
     def waiting_reason(self, job: JobState) -> str | None:
         """Returns why a job is to wait for others; None if it may go on."""
@@ -165,14 +154,17 @@ class SweepControl(Control[SweepReport]):
         return report_sweep(result, config)
 
 
+def point_of(job: JobState) -> tuple[str, int, float, float | None]:
+    """Returns name, steps done, loss and metric of a job that was just evaluated."""
+    progress = job.progress
+    assert progress.last_eval is not None
+    return job.name, progress.step, progress.last_eval, progress.last_metric
+
+
 def report_sweep(
     result: RunResult[SweepReport], config: RunConfig
 ) -> RunResult[SweepReport]:
     """Ranks configurations; writes the report, and merges the best if asked to.
-
-    Args:
-        result: The result of the run, without the report of its sweep.
-        config: The run; none of its settings is `auto`.
 
     Raises:
         JaxloraError: The log of the run is damaged, a file cannot be written, or the

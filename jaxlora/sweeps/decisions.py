@@ -37,12 +37,7 @@ class Decisions:
     """
 
     def __init__(self, rules: Sequence[ExitRule], metric: Metric | None = None):
-        """Makes the object; nothing was evaluated.
-
-        Args:
-            rules: The rules. Without any, nothing is decided.
-            metric: What configurations are compared by; None: the held-out loss.
-        """
+        """Makes the object; without a metric, held-out losses are compared."""
         self.rules, self.metric = tuple(rules), metric or Metric()
         halving = [rule for rule in rules if rule.type == "halving"]
         self._halving: ExitRule | None = halving[0] if halving else None
@@ -55,20 +50,19 @@ class Decisions:
 
     def note(
         self,
-        evaluated: Iterable[tuple[str, int, float]],
+        evaluated: Iterable[tuple[str, int, float, float | None]],
         standings: Standings,
-        metrics: Mapping[str, float] | None = None,
     ) -> Decided:
         """Decides after evaluations, and keeps both.
 
         Args:
-            evaluated: (configuration, steps done, held-out loss), in order.
+            evaluated: (configuration, steps done, held-out loss, value of the sweep's
+                metric of answers or None), in order.
             standings: All configurations.
-            metrics: By configuration, its value of the sweep's metric of answers.
         """
         stops, names = {}, []
-        for name, step, loss in evaluated:
-            self.keep(name, step, loss, None if metrics is None else metrics.get(name))
+        for name, step, loss, value in evaluated:
+            self.keep(name, step, loss, value)
             names.append(name)
         if not self.rules:
             return Decided()
@@ -112,14 +106,7 @@ class Decisions:
         return bool(self._awaited)
 
     def keep(self, name: str, step: int, loss: float, value: float | None) -> None:
-        """Keeps an evaluation; nothing is decided.
-
-        Args:
-            name: The configuration.
-            step: Its optimizer steps done.
-            loss: Its held-out loss.
-            value: The sweep's metric of answers; None: it has none.
-        """
+        """Keeps an evaluation; `value` is the sweep's metric of answers, if any."""
         self.points.setdefault(name, []).append((step, loss))
         if value is not None:
             self.metrics.setdefault(name, []).append((step, value))

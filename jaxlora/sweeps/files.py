@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxlora.adapters.files.export_record import is_ours
 from jaxlora.adapters.files.merge import merge_adapter
-from jaxlora.common.atomic import wrap_os_errors, write_text
+from jaxlora.common.atomic import make_folder, wrap_os_errors, write_text
 from jaxlora.common.console import literal, plain_table, show, stdout
 from jaxlora.common.counted import counted
 from jaxlora.config import RunConfig
@@ -30,10 +30,6 @@ def write_result(result: RunResult[SweepReport], config: RunConfig) -> None:
 
     The PEFT folders of other configurations are removed, if the sweep has ended and
     does not keep them.
-
-    Args:
-        result: The result, with the report of the sweep.
-        config: The run.
 
     Raises:
         JaxloraError: A file cannot be written, or the best one cannot be merged.
@@ -64,10 +60,6 @@ def print_summary(
 def write_sweep(report: SweepReport, folder: pathlib.Path) -> None:
     """Writes sweep.csv and sweep.html.
 
-    Args:
-        report: The sweep.
-        folder: Folder of the run.
-
     Raises:
         StorageError: A file cannot be written.
     """
@@ -79,10 +71,6 @@ def remove_others(report: SweepReport, run: pathlib.Path) -> None:
     """Removes the PEFT folders of the configurations that are not kept.
 
     A folder that holds other files, or to which a link leads, stays, with a warning.
-
-    Args:
-        report: The sweep.
-        run: Folder of the run.
 
     Raises:
         StorageError: A folder cannot be removed.
@@ -104,12 +92,6 @@ def merge_best(
 ) -> None:
     """Merges the best configuration into its base, unless that was done before.
 
-    Args:
-        report: The sweep.
-        folder: Folder of the run.
-        base: The base: a folder, or a hub id.
-        revision: Branch, tag or commit of a base on the hub.
-
     Raises:
         JaxloraError: It cannot be merged, or the files cannot be written.
     """
@@ -122,19 +104,14 @@ def merge_best(
         logger.warning(
             "%s is merged into its base: %s", best.settings.name, best.warning
         )
-    out.parent.mkdir(exist_ok=True)
+    with wrap_os_errors(out.parent):
+        make_folder(out.parent)
     merge_adapter(base, best.folder, out, revision=revision)
     logger.info("%s: merged into its base: %s", best.settings.name, out)
 
 
 def print_sweep(report: SweepReport, folder: pathlib.Path, console: Console) -> None:
-    """Prints the best configurations, and where the report is.
-
-    Args:
-        report: The sweep.
-        folder: Folder of the run.
-        console: Console to print to.
-    """
+    """Prints the best configurations, and where the report is."""
     table = plain_table()
     # Names of configurations have the settings, if there is no room for them.
     is_narrow = console.width < _WIDE
@@ -184,12 +161,7 @@ def _shown(value: object) -> str:
 
 
 def print_configurations(run: RunConfig, console: Console) -> None:
-    """Prints a row for each configuration, with the settings in which they differ.
-
-    Args:
-        run: A run with a sweep.
-        console: Console to print to.
-    """
+    """Prints a row for each configuration, with the settings in which they differ."""
     assert run.sweep is not None
     rules = ", ".join(rule.type for rule in run.sweep.early_exit) or "none"
     show(console, f"{counted(len(run.jobs), 'configuration')}, early exit: {rules}")

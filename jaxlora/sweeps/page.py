@@ -46,12 +46,7 @@ class ParallelAxis:
 
 
 def write_page(report: SweepReport, title: str, path: pathlib.Path) -> None:
-    """Writes the page.
-
-    Args:
-        report: The sweep.
-        title: Its title.
-        path: HTML file to write.
+    """Writes the page to an HTML file.
 
     Raises:
         StorageError: It cannot be written.

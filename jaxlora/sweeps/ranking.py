@@ -184,11 +184,7 @@ class SweepReport:
         ]
 
     def row(self, place: int) -> list[Any]:
-        """Returns the values of a configuration; None where there is none.
-
-        Args:
-            place: Its place, from 0.
-        """
+        """Returns the values of the configuration at a place, from 0; None for none."""
         trial = self.trials[place]
         p, name = trial.progress, trial.settings.name
         return [
@@ -232,9 +228,6 @@ def _cell(value: Any) -> str:
 
 def varied_settings(jobs: Sequence[LoraJob]) -> dict[str, dict[str, Any]]:
     """Returns the settings in which jobs differ, in the order of `LoraJob`.
-
-    Args:
-        jobs: The jobs.
 
     Returns:
         By setting (`data.limit` within `data`), its JSON value in each job, by name.

@@ -10,6 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxlora.config.sweep_config import ExitRule, Metric
 
@@ -91,8 +92,7 @@ class Curve:
         return dict(found).get(step, math.inf)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """The decision to end a configuration.
 
     Attributes:
@@ -130,10 +130,7 @@ def judge(
 ) -> Stop | None:
     """Decides about a configuration that was just evaluated; halving is not asked.
 
-    Args:
-        name: The configuration.
-        curves: The curves of all configurations.
-        rules: The rules. Divergence is always looked for.
+    Divergence is always looked for.
     """
     if reason := _diverged(curves[name]):
         return Stop(rule="divergence", reason=reason)
@@ -275,13 +272,7 @@ _RULES = {
 
 
 def is_awaited(curve: Curve, rule: ExitRule, number: int) -> bool:
-    """Whether a rung of halving cannot be decided before a configuration comes to it.
-
-    Args:
-        curve: Its curve.
-        rule: The rule.
-        number: Number of the rung, from 0.
-    """
+    """Whether a rung of halving waits until a configuration comes to it."""
     step = rungs(rule, curve.num_steps)[number]
     is_there = curve.at(step) is not None or curve.step >= step
     return not (is_there or curve.is_over or curve.is_held)
@@ -338,13 +329,7 @@ def cut(curves: Mapping[str, Curve], rule: ExitRule, number: int) -> Decided | N
 
 
 def is_late(curve: Curve, rule: ExitRule, cutoffs: Sequence[float]) -> Stop | None:
-    """Decides about a configuration that comes to a rung after the decision.
-
-    Args:
-        curve: Its curve; it was just evaluated.
-        rule: The rule of halving.
-        cutoffs: The decisions at the rungs so far.
-    """
+    """Decides about a configuration that comes to a rung after the decision."""
     step, loss = curve.points[-1]
     for rung, cutoff in zip(rungs(rule, curve.num_steps), cutoffs, strict=False):
         if rung == step and loss > cutoff:

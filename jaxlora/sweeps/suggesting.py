@@ -66,9 +66,6 @@ class Suggestions:
     def __init__(self, config: RunConfig):
         """Makes the object.
 
-        Args:
-            config: The run.
-
         Raises:
             ConfigError: Optuna is not installed, and the run needs it.
         """
@@ -115,12 +112,7 @@ class Suggestions:
     def next(
         self, jobs: Sequence[tuple[LoraJob, JobProgress]], num_slots: int
     ) -> LoraJob | None:
-        """Returns a configuration to add now; None if none is due.
-
-        Args:
-            jobs: Settings and progress of all jobs of the run.
-            num_slots: Number of jobs that may run at the same time.
-        """
+        """Returns a configuration to add now; None if none is due."""
         search = self._search
         if search is None or self._is_exhausted or not self.is_open:
             return None
@@ -203,11 +195,7 @@ def suggestions(
 ) -> Iterator[dict[str, float]]:
     """Yields places on the axes, the most promising first, without an end.
 
-    Args:
-        axes: The axes.
-        seed: Random seed of the search.
-        number: Number of configurations before this suggestion.
-        tried: Those that were suggested or drawn so far, in their order.
+    The number is that of the configurations before this suggestion.
     """
     import optuna
     from optuna.distributions import (
@@ -228,14 +216,10 @@ def suggestions(
         seed=1_000_003 * seed + number, n_startup_trials=_STARTUP, constant_liar=True
     )
     study = optuna.create_study(sampler=sampler)
-    states = {
-        "running": TrialState.RUNNING,
-        "complete": TrialState.COMPLETE,
-        "pruned": TrialState.PRUNED,
-    }
     for one in tried:
-        is_pruned = one.state == "pruned" and one.cost is not None
-        values = {one.step: one.cost} if is_pruned and one.cost is not None else {}
+        values = {}
+        if one.state == "pruned" and one.cost is not None:
+            values = {one.step: one.cost}
         place = {
             axis.name: one.place[axis.name]
             if axis.space.values is None
@@ -245,7 +229,7 @@ def suggestions(
         trial = create_trial(
             params=place,
             distributions=space,
-            state=states[one.state],
+            state=TrialState[one.state.upper()],
             value=one.cost if one.state == "complete" else None,
             intermediate_values=values,
         )

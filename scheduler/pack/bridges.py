@@ -49,14 +49,13 @@ class _Side:
 
     Attributes:
         splits: The ways.
-        tokens: Padded tokens of each microbatch, after no-ops [ticks, ways].
-        squares: Sums of the squared sample lengths [ticks, ways].
+        sizes: Padded tokens of each microbatch, after no-ops, and sums of the squared
+            sample lengths [2, ticks, ways].
         top: Work of the last and largest microbatch [ways].
     """
 
     splits: list[_Split]
-    tokens: np.ndarray
-    squares: np.ndarray
+    sizes: np.ndarray
     top: np.ndarray
 
 
@@ -86,12 +85,6 @@ def pack(
     samples: Sequence[Sample], limits: Limits, pipeline: Pipeline, cost: CostModel
 ) -> list[Microbatch] | None:
     """Packs the job with the most work, and the others between its batches.
-
-    Args:
-        samples: All global batches of all jobs.
-        limits: Limits of a microbatch.
-        pipeline: The pipeline, whose distance is at least its number of stages.
-        cost: Times of the passes.
 
     Returns:
         The microbatches, with no-ops; None if no job has more work than all others
@@ -142,18 +135,7 @@ def _joined(
     limits: Limits,
     distance: int,
 ) -> _Split:
-    """Returns the items of each slot.
-
-    Args:
-        alone: The microbatches of each batch that is not joined to another.
-        pairs: The pairs of consecutive batches.
-        chosen: The way in which each chosen pair is joined, by the number of its first
-            batch.
-        queue: The other jobs, which are advanced to their ends.
-        total: Work of the other jobs.
-        limits: Limits of a microbatch.
-        distance: Distance of the pipeline.
-    """
+    """Returns the items of each slot; the other jobs are advanced to their ends."""
     out: _Split = []
     # Samples are not divisible, so the following ticks share what one tick lacks.
     planned = sum(float(pairs[i].levels[:, way].sum()) for i, way in chosen.items())
@@ -200,23 +182,21 @@ def _side(items: list[Item], ramps: Ramps, limits: Limits, pipeline: Pipeline) -
     splits = [[[items[i] for i in part] for part in split] for split in found.values()]
     if not splits:
         splits = [[[item] for item in reversed(items)]]
-    tokens = np.zeros((max(map(len, splits)), len(splits)))
-    squares = np.zeros_like(tokens)
+    sizes = np.zeros((2, max(map(len, splits)), len(splits)))
     for k, split in enumerate(splits):
         for m, part in enumerate(reversed(split), 1):
-            tokens[-m, k] = limits.padded(sum(item[1] for item in part))
-            squares[-m, k] = sum(item[1] ** 2 for item in part)
+            sizes[0, -m, k] = limits.padded(sum(item[1] for item in part))
+            sizes[1, -m, k] = sum(item[1] ** 2 for item in part)
     top = np.array([sum(item[0] for item in split[-1]) for split in splits])
     between = np.tile(np.minimum(top, limits.capacity), (pipeline.distance - 1, 1))
-    times = ramps.makespans(
-        np.concatenate([tokens, between, tokens[::-1]]),
-        np.concatenate([squares, np.zeros_like(between), squares[::-1]]),
-    )
+    middle = np.stack([between, np.zeros_like(between)])
+    both = np.concatenate([sizes, middle, sizes[:, ::-1]], axis=1)
+    times = ramps.makespans(both)
     order = np.lexsort((-top, times))
     most_before = np.maximum.accumulate(np.append(0, top[order][:-1]))
     best = order[top[order] > most_before]
     splits = [splits[k] for k in best]
-    return _Side(splits, tokens[:, best], squares[:, best], top[best])
+    return _Side(splits, sizes[:, :, best], top[best])
 
 
 def _pair(
@@ -226,30 +206,16 @@ def _pair(
     limits: Limits,
     pipeline: Pipeline,
 ) -> _Pair:
-    """Returns the ways to join two batches.
-
-    Args:
-        sides: The splits of both.
-        alone: Time of both, if each of them runs alone.
-        ramps: Simulates them.
-        limits: Limits of a microbatch.
-        pipeline: The pipeline.
-    """
+    """Returns the ways to join two batches, which take the time `alone` apart."""
     a, b = sides
     num_a, num_b = len(a.splits), len(b.splits)
     part = np.arange(1, pipeline.distance)[:, None] / pipeline.distance
     tops = np.repeat(a.top, num_b), np.tile(b.top, num_a)
     levels = np.minimum((1 - part) * tops[0] + part * tops[1], limits.capacity)
-    sizes = [
-        np.concatenate(
-            [np.repeat(of_a, num_b, axis=1), middle, np.tile(of_b[::-1], num_a)]
-        )
-        for of_a, middle, of_b in (
-            (a.tokens, levels, b.tokens),
-            (a.squares, np.zeros_like(levels), b.squares),
-        )
-    ]
-    return _Pair(sides, alone - ramps.makespans(*sizes), levels)
+    middle = np.stack([levels, np.zeros_like(levels)])
+    first, second = np.repeat(a.sizes, num_b, axis=2), np.tile(b.sizes[:, ::-1], num_a)
+    sizes = np.concatenate([first, middle, second], axis=1)
+    return _Pair(sides, alone - ramps.makespans(sizes), levels)
 
 
 def _buy(

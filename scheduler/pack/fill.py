@@ -12,7 +12,6 @@ from jaxlora.scheduler.pack.ramps import Ramps
 from jaxlora.scheduler.types import (
     Limits,
     Microbatch,
-    Pipeline,
     Sample,
     in_order,
     padded_tokens,
@@ -21,7 +20,6 @@ from jaxlora.scheduler.types import (
 _MAX_SUBSETS = 6
 # Jobs that are looked at to fill a microbatch, at most.
 _MAX_JOBS = 64
-_TARGETS = (1.1, 1.0, 0.9, 0.75, 0.6)
 
 # The microbatches of a tick, at most one for each lane. A tick without microbatches
 # keeps the distance.
@@ -46,29 +44,25 @@ class Fill:
     last: tuple[float, ...] = ()
 
 
-def fills(
-    limits: Limits, pipeline: Pipeline, cost: CostModel, *, begins: bool, ends: bool
-) -> list[Fill]:
-    """Returns the ways to try.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ahead:
+    """The surroundings of the ticks to plan.
 
-    Args:
-        limits: Limits of a microbatch.
-        pipeline: The pipeline.
-        cost: Times of a microbatch on one lane.
-        begins: Whether the pipeline is empty before the ticks.
-        ends: Whether it drains after them.
+    Attributes:
+        first_tick: Number of the first of them.
+        before: The ticks before it that share the pipeline with it. Their samples do
+            not belong to the jobs to plan.
+        most_work: Work after which no further tick begins; infinity: everything is
+            planned.
+        most_ticks: Number of ticks after which no further one begins.
+        work_left: Work of all jobs; infinity if it is more than `most_work`.
     """
-    if cost.is_flat:
-        return [Fill()]
-    targets = [b / limits.capacity for b in cost.buckets if b <= limits.capacity]
-    num = pipeline.num_stages
-    ramp = tuple((i + 1) / (num + 1) for i in range(num if num > 1 else 0))
-    ramps = dict.fromkeys([((), ()), (ramp if begins else (), ramp if ends else ())])
-    return [
-        Fill(target=target, first=first, last=last)
-        for target in targets or _TARGETS
-        for first, last in ramps
-    ]
+
+    first_tick: int = 0
+    before: Sequence[Tick] = ()
+    most_work: float = math.inf
+    most_ticks: float = math.inf
+    work_left: float = math.inf
 
 
 def fill_ticks(
@@ -76,43 +70,28 @@ def fill_ticks(
     limits: Limits,
     lanes: Lanes,
     fill: Fill = Fill(),
-    *,
-    first_tick: int = 0,
-    most_work: float = math.inf,
-    most_ticks: float = math.inf,
-    work_left: float = math.inf,
+    ahead: Ahead = Ahead(),
     ramps: Ramps | None = None,
 ) -> list[PartTick]:
-    """Fills one tick after the other, lane by lane.
+    """Fills one tick after the other, lane by lane, and advances the jobs.
 
-    Jobs in the middle of a batch come first, then the most urgent ones.
-
-    Args:
-        jobs: The jobs, which are advanced.
-        limits: Limits of a microbatch.
-        lanes: The lanes.
-        fill: How to fill them.
-        first_tick: Number of the first tick.
-        most_work: Work after which no further tick begins.
-        most_ticks: Number of ticks after which no further one begins.
-        work_left: Work of all jobs, if these ticks do all of it; otherwise infinity.
-        ramps: Splits the batches that run alone; None: they are filled like others.
-            With ramps, there is one lane.
+    Jobs in the middle of a batch come first, then the most urgent ones. With `ramps`,
+    there is one lane, and a batch that runs alone is split by them.
     """
     n, distance = lanes.num_lanes, lanes.pipeline.distance
     full = fill.target * limits.capacity
-    left = work_left / (n * full)
+    left = ahead.work_left / (n * full)
     # Until these many full ticks are left, ticks are not part of the ramp at the end.
     ends = list(zip(itertools.accumulate(fill.last), fill.last, strict=True))
     ticks: list[PartTick] = []
     done = 0
-    while jobs and done < most_work and len(ticks) < most_ticks:
-        tick = first_tick + len(ticks)
+    while jobs and done < ahead.most_work and len(ticks) < ahead.most_ticks:
+        tick = ahead.first_tick + len(ticks)
         if ramps is not None and (index := jobs.alone) is not None:
             items = jobs[index].items
             ticks += [[] for _ in range(tick, jobs[index].ready)]
             ticks += [[in_order(items[i][2] for i in p)] for p in ramps.split(items)]
-            end = first_tick + len(ticks) - 1
+            end = ahead.first_tick + len(ticks) - 1
             jobs.take(index, range(len(items)), end, distance)
             work = sum(item[0] for item in items)
         else:
@@ -178,14 +157,9 @@ def fill_slot(
 def _choose(
     items: list[Item], room: int, token_room: int, limits: Limits, *, must_choose: bool
 ) -> list[int]:
-    """Chooses the items of one job for a microbatch.
+    """Chooses the items of one job for a microbatch, by their indices.
 
-    Args:
-        items: The job's items, in descending order of work.
-        room: Work that the items may add, including padding.
-        token_room: Tokens that the items may add, including padding.
-        limits: Block size.
-        must_choose: Whether to choose an item even if none fits in `room`.
+    The rooms are the work and the tokens that the items may add, padding included.
 
     Returns:
         Indices of the items.
@@ -226,10 +200,6 @@ def best_subsets(weights: Sequence[int], room: int) -> Iterator[list[int]]:
     There is one nonempty subset, as indices, for each total weight. Among equal totals,
     early items are preferred. Callers sort the items by descending weight, because
     small items are easier to place later.
-
-    Args:
-        weights: Positive weights of the items.
-        room: Maximum total weight of a subset.
     """
     if room <= 0:
         return
@@ -269,12 +239,6 @@ def split_ticks(
 
     Samples that do not fit on the lanes of their tick run in another tick right after
     it, so that no batches come closer to each other.
-
-    Args:
-        ticks: The samples of each tick.
-        limits: Limits of a microbatch.
-        num_lanes: Number of lanes.
-        cost: Times of a microbatch on one lane.
     """
     work, out = WorkModel.from_cost(cost), []
     for tick in ticks:

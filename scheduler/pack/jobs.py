@@ -86,17 +86,9 @@ class BatchSource:
     def __init__(
         self, batches: Iterable[Sequence[Sample]], work: WorkModel, limits: Limits
     ):
-        """Starts before the first batch.
-
-        Args:
-            batches: The global batches, in order.
-            work: Converts lengths to work.
-            limits: Capacity and block size.
-        """
-        self._batches = iter(batches)
-        self._work, self._limits = work, limits
+        """Starts before the first batch."""
+        self._batches, self._work, self._limits = iter(batches), work, limits
         self._items: list[list[Item]] = []
-        self._last: Sample | None = None
 
     def batch(self, number: int) -> list[Item]:
         """Returns the items of the batch in descending order of work.
@@ -106,35 +98,18 @@ class BatchSource:
                 batch.
 
         Raises:
-            ValueError: A batch is empty, mixes jobs or batches, comes out of order, or
-                has a sample that is longer than the capacity.
+            ValueError: The batch has a sample that is longer than the capacity.
         """
         while len(self._items) <= number:
             batch = next(self._batches, None)
             if batch is None:
                 return []
-            self._check(batch)
+            assert batch, "a global batch has at least one sample"
+            check_fits(batch, self._limits)
             items = [self._work.item(s) for s in batch]
             items.sort(key=lambda i: (-i[0], i[2].index))
             self._items.append(items)
         return self._items[number]
-
-    def _check(self, batch: Sequence[Sample]) -> None:
-        check_fits(batch, self._limits)
-        found = sorted({(s.owner, s.batch) for s in batch})
-        if len(found) != 1:
-            raise ValueError(
-                f"global batch {len(self._items)} of a job has {len(batch)} samples "
-                f"with the (job, batch) {found}. A global batch needs at least one "
-                "sample, all of the same job and batch."
-            )
-        (job, number), last = found[0], self._last
-        if last is not None and (job != last.owner or number <= last.batch):
-            raise ValueError(
-                f"batch {number} of job {job} follows batch {last.batch} of job "
-                f"{last.owner}. Give the batches of one job in ascending order."
-            )
-        self._last = batch[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,34 +117,29 @@ class BatchCursor:
     """The position of planning in one job.
 
     Attributes:
-        source: The job's batches.
-        num_batches: Number of the job's batches.
-        urgency_per_batch: How much each batch that is left adds to the urgency, such as
-            the estimated number of ticks that it takes.
-        first_urgency: The part of the urgency that does not depend on the batches left.
+        of: The job, as planning begins.
+        source: Reads its batches.
+        urgency_per_batch: How much each batch that is left adds to the urgency.
         number: Position of the current batch in the source.
         items: Items of the current batch that are not planned yet, in descending order
             of work.
         is_started: Whether some items of the current batch are planned.
         ready: First tick in which the current batch may run.
-        priority: Jobs of higher priority come first, however urgent others are.
     """
 
+    of: JobBatches
     source: BatchSource
-    num_batches: int
     urgency_per_batch: float
     items: list[Item]
-    first_urgency: float = 0.0
     number: int = 0
     is_started: bool = False
     ready: int = 0
-    priority: int = 0
 
     @property
     def urgency(self) -> float:
         """How early the job fills ticks, relative to the others."""
-        num_left = self.num_batches - self.number
-        return self.first_urgency + num_left * self.urgency_per_batch
+        num_left = self.of.num_batches - self.number
+        return self.of.first_urgency + num_left * self.urgency_per_batch
 
     @property
     def job(self) -> int:
@@ -216,14 +186,7 @@ class JobQueue:
     def of(
         cls, jobs: Iterable[JobBatches], limits: Limits, lanes: Lanes, cost: CostModel
     ) -> "JobQueue":
-        """Returns a queue of some jobs.
-
-        Args:
-            jobs: The batches of each job.
-            limits: Limits of a microbatch.
-            lanes: The lanes.
-            cost: Converts samples to work, which is what ticks are filled with.
-        """
+        """Returns a queue of some jobs."""
         work, queue = WorkModel.from_cost(cost), cls()
         tokens, distance = lanes.tick_tokens(limits.capacity), lanes.pipeline.distance
         for job in jobs:
@@ -231,14 +194,12 @@ class JobQueue:
             each = ticks_per_batch(job.batch_tokens, tokens, distance)
             queue.add(
                 BatchCursor(
+                    of=job,
                     source=source,
-                    num_batches=job.num_batches,
                     urgency_per_batch=job.urgency_per_batch or each,
-                    first_urgency=job.first_urgency,
                     items=source.batch(0),
                     is_started=job.is_started,
                     ready=job.ready,
-                    priority=job.priority,
                 )
             )
         return queue
@@ -310,7 +271,7 @@ class JobQueue:
 
 
 def _key(index: int, job: BatchCursor) -> _Key:
-    return -job.priority, not job.is_started, -job.urgency, index
+    return -job.of.priority, not job.is_started, -job.urgency, index
 
 
 def ticks_per_batch(batch_tokens: float, tick_tokens: float, distance: int) -> float:

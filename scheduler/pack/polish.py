@@ -98,29 +98,21 @@ class Polish:
         self._tokens = np.zeros((len(places), len(jobs)), int)
         np.add.at(self._tokens, (self._place, self._job), self._size)
 
-    def run(self, first: int, last: int, max_rounds: int = _MAX_ROUNDS) -> float:
-        """Polishes the ticks [first, last), and returns the makespan.
-
-        Args:
-            first: First tick whose items may move.
-            last: Tick after the last one whose items may move.
-            max_rounds: Maximum number of rounds.
-        """
+    def run(self, first: int, last: int) -> float:
+        """Moves items within the ticks [first, last), and returns the makespan."""
         part = slice(first * self._lanes, last * self._lanes)
-        tokens, squares = self._of_ticks(*(x[:, None] for x in self._sizes()))
-        segment = Segment(
-            tokens[:, 0], squares[:, 0], first, last, self._cost, self._pipeline
-        )
+        sizes = self._of_ticks(self._sizes()[:, :, None])[:, :, 0]
+        segment = Segment(sizes, first, last, self._cost, self._pipeline)
         best = self._makespan(segment, part), self._place, self._tokens
-        tokens = self._sizes()[0][part]
-        unit = max(self._cost.stages[0].forward(tokens.mean(), 0), 0)
+        mean = self._sizes()[0, part].mean()
+        unit = max(self._cost.stages[0].forward(mean, 0), 0)
         steps = [(self._descend, smoothing) for smoothing in _SMOOTHING]
         steps += [(self._move_ticks, smoothing) for smoothing in _SMOOTHING[-2:]]
         steps.append((self._descend, 0.0))
         for step, smoothing in steps:
             if step == self._move_ticks:
                 _, self._place, self._tokens = best
-            step(segment, part, max_rounds, smoothing * unit)
+            step(segment, part, smoothing * unit)
             now = self._makespan(segment, part)
             if now < best[0] * (1 - 1e-9):
                 best = now, self._place, self._tokens
@@ -128,64 +120,54 @@ class Polish:
         return best[0]
 
     def _makespan(self, segment: Segment, part: slice, smoothing: float = 0.0) -> float:
-        sizes = self._of_ticks(*(x[part, None] for x in self._sizes()))
-        return float(segment.makespans(*sizes, smoothing)[0])
+        sizes = self._of_ticks(self._sizes()[:, part, None])
+        return float(segment.makespans(sizes, smoothing)[0])
 
-    def _of_ticks(
-        self, tokens: np.ndarray, squares: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sizes of the slowest microbatch of each tick [ticks, variants].
+    def _of_ticks(self, sizes: np.ndarray) -> np.ndarray:
+        """Returns the sizes of the slowest microbatch of each tick.
 
         Args:
-            tokens: Padded tokens [places, variants].
-            squares: Sums of the squared lengths [places, variants].
+            sizes: Padded tokens and squares [2, places, variants].
         """
         if self._lanes == 1:
-            return tokens, squares
-        shape = -1, self._lanes, tokens.shape[1]
-        tokens, squares = tokens.reshape(shape), squares.reshape(shape)
+            return sizes
+        sizes = sizes.reshape(2, -1, self._lanes, sizes.shape[2])
         both = self._cost.stages[0].forward + self._cost.stages[0].backward
-        slowest = both(tokens, squares).argmax(axis=1)[:, None]
-        tokens = np.take_along_axis(tokens, slowest, axis=1)
-        return tokens[:, 0], np.take_along_axis(squares, slowest, axis=1)[:, 0]
+        slowest = both(*sizes).argmax(axis=1)[None, :, None]
+        return np.take_along_axis(sizes, slowest, axis=2)[:, :, 0]
 
-    def _descend(
-        self, segment: Segment, part: slice, max_rounds: int, smoothing: float
-    ) -> None:
+    def _descend(self, segment: Segment, part: slice, smoothing: float) -> None:
         self._place, self._tokens = self._place.copy(), self._tokens.copy()
         now = self._makespan(segment, part, smoothing)
-        for _ in range(max_rounds):
+        for _ in range(_MAX_ROUNDS):
             tried = self._promising(segment, part, now, smoothing)
             if not len(tried.give):
                 break
-            variants = self._of_ticks(*self._variants(tried, part))
-            times = segment.makespans(*variants, smoothing)
+            variants = self._of_ticks(self._variants(tried, part))
+            times = segment.makespans(variants, smoothing)
             best = self._disjoint(tried, np.argsort(times, kind="stable"), times < now)
             if not len(best):
                 break
             together = tried[best]
-            variants = self._of_ticks(*self._cumulative(together, part))
-            times = segment.makespans(*variants, smoothing)
+            variants = self._of_ticks(self._cumulative(together, part))
+            times = segment.makespans(variants, smoothing)
             num = int(np.argmin(times))
             saving, now = now - times[num], times[num]
             self._make(together[: num + 1])
             if saving < _MIN_SAVING * now:
                 break
 
-    def _move_ticks(
-        self, segment: Segment, part: slice, max_rounds: int, smoothing: float
-    ) -> None:
+    def _move_ticks(self, segment: Segment, part: slice, smoothing: float) -> None:
         """Moves whole ticks, and no-ops, while that shortens the makespan."""
         n, first = self._lanes, part.start // self._lanes
         orders, ticks = _moves(part.stop // n - first)
         now = self._makespan(segment, part, smoothing)
-        for _ in range(max_rounds):
+        for _ in range(_MAX_ROUNDS):
             legal = np.flatnonzero(self._are_legal(ticks, first))
             if not len(legal):
                 break
-            tokens, squares = self._of_ticks(*(x[part, None] for x in self._sizes()))
-            tried = orders[legal].T
-            times = segment.makespans(tokens[tried, 0], squares[tried, 0], smoothing)
+            sizes = self._of_ticks(self._sizes()[:, part, None])[:, :, 0]
+            times = segment.makespans(sizes[:, orders[legal].T], smoothing)
             best = int(np.argmin(times))
             if times[best] >= now * (1 - 1e-6):
                 break
@@ -217,11 +199,11 @@ class Polish:
         is_apart = (gaps >= self._pipeline.distance).all(axis=1)
         return is_apart & (low >= self._earliest).all(axis=1)
 
-    def _sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the padded tokens and the squares of each microbatch."""
+    def _sizes(self) -> np.ndarray:
+        """Returns the padded tokens and the squares of each microbatch [2, places]."""
         squares = np.zeros(len(self._tokens))
         np.add.at(squares, self._place, self._size.astype(float) ** 2)
-        return self._padded(self._tokens).sum(axis=1).astype(float), squares
+        return np.stack([self._padded(self._tokens).sum(axis=1), squares])
 
     def _padded(self, tokens: np.ndarray) -> np.ndarray:
         block = self._limits.block_tokens
@@ -305,7 +287,7 @@ class Polish:
         Returns:
             For each tick, the time saved by each token less, and lost by each more.
         """
-        tokens, squares = self._of_ticks(*(x[part, None] for x in self._sizes()))
+        tokens, squares = self._of_ticks(self._sizes()[:, part, None])
         num = len(tokens)
         is_real = tokens[:, 0] > 0
         # An empty tick gets a whole item.
@@ -315,7 +297,8 @@ class Polish:
         if self._cost.buckets:
             more = np.minimum(more, self._limits.capacity)
         both = np.concatenate([less, more], axis=1)
-        times = segment.makespans(both, np.repeat(squares, 2 * num, axis=1), smoothing)
+        sizes = np.stack([both, np.repeat(squares, 2 * num, axis=1)])
+        times = segment.makespans(sizes, smoothing)
         return (now - times[:num]) / step * is_real, (times[num:] - now) / step
 
     def _ranges(self) -> tuple[np.ndarray, np.ndarray]:
@@ -332,12 +315,8 @@ class Polish:
         high[after - 1] = first[after] - distance
         return low, high
 
-    def _changes(self, made: _Exchanges) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sizes of both microbatches after each exchange.
-
-        Returns:
-            Padded tokens and squares [2, exchanges].
-        """
+    def _changes(self, made: _Exchanges) -> np.ndarray:
+        """Returns the sizes of both microbatches of exchanges [2, 2, exchanges]."""
         tokens, squares = self._sizes()
         give, take = made.give, made.take
         own, job, other = self._place[give], self._job[give], self._job[take]
@@ -354,29 +333,20 @@ class Polish:
             new_tokens.append(tokens[slot] - before + after)
             sign = np.sign(change)
             new_squares.append(squares[slot] + sign * (size**2.0 - back**2.0))
-        return np.array(new_tokens), np.array(new_squares)
+        return np.array([new_tokens, new_squares])
 
-    def _variants(
-        self, tried: _Exchanges, part: slice
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _variants(self, tried: _Exchanges, part: slice) -> np.ndarray:
         """Returns the sizes of the part's microbatches after each exchange."""
-        out, every = [], np.arange(len(tried.give))
-        for now, new in zip(self._sizes(), self._changes(tried), strict=True):
-            sizes = np.repeat(now[part, None], len(every), axis=1)
-            sizes[self._place[tried.give] - part.start, every] = new[0]
-            sizes[tried.to - part.start, every] = new[1]
-            out.append(sizes)
-        return out[0], out[1]
+        every, new = np.arange(len(tried.give)), self._changes(tried)
+        out = np.repeat(self._sizes()[:, part, None], len(every), axis=2)
+        out[:, self._place[tried.give] - part.start, every] = new[:, 0]
+        out[:, tried.to - part.start, every] = new[:, 1]
+        return out
 
-    def _cumulative(
-        self, made: _Exchanges, part: slice
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _cumulative(self, made: _Exchanges, part: slice) -> np.ndarray:
         """Returns the sizes after the first exchange, the first two, and so on."""
-        out = []
-        for now, each in zip(self._sizes(), self._variants(made, part), strict=True):
-            change = each - now[part, None]
-            out.append(now[part, None] + change.cumsum(axis=1))
-        return out[0], out[1]
+        now = self._sizes()[:, part, None]
+        return now + (self._variants(made, part) - now).cumsum(axis=2)
 
     def _disjoint(
         self, tried: _Exchanges, order: np.ndarray, is_better: np.ndarray
@@ -423,10 +393,6 @@ def first_largest(values: np.ndarray, num: int) -> np.ndarray:
 
     Equal ones are in order. `np.argpartition` chooses among those by the features of
     the processor, and all processes of a run must make the same plans.
-
-    Args:
-        values: The values.
-        num: Number of places at most.
     """
     least = np.partition(values, -num)[-num] if num < len(values) else 0.0
     places = np.flatnonzero((values > 0) & (values >= least))

@@ -34,29 +34,18 @@ class Ramps:
     """
 
     def __init__(self, limits: Limits, pipeline: Pipeline, cost: CostModel):
-        """Starts without profiles.
-
-        Args:
-            limits: Capacity and block size.
-            pipeline: The pipeline.
-            cost: Times of the passes.
-        """
+        """Starts without profiles."""
         self._limits, self._pipeline, self._cost = limits, pipeline, cost
         self._profiles = functools.lru_cache(maxsize=256)(self._best_profiles)
 
     def split(self, items: Sequence[Item]) -> list[list[int]]:
-        """Returns the items of each microbatch of a batch, as indices.
-
-        Args:
-            items: Items of the whole batch, in descending order of work.
-        """
+        """Returns the items of each microbatch of a batch; see `shortest`."""
         return self.shortest(items)[0]
 
     def shortest(self, items: Sequence[Item]) -> tuple[list[list[int]], float]:
         """Returns the items of each microbatch of a batch, and how long it takes.
 
-        Args:
-            items: Items of the whole batch, in descending order of work.
+        The items are those of the whole batch, in descending order of work.
         """
         work = sum(item[0] for item in items)
         rounded = round(np.log(work) / np.log(_RATIO))
@@ -74,7 +63,7 @@ class Ramps:
                 lengths = [items[i][1] for i in indices]
                 sizes[0, m, k] = self._limits.padded(sum(lengths))
                 sizes[1, m, k] = sum(n * n for n in lengths)
-        times = self.makespans(*sizes)
+        times = self.makespans(sizes)
         best = int(np.argmin(times))
         return splits[best], float(times[best])
 
@@ -86,16 +75,11 @@ class Ramps:
             math.ceil(len(items) / self._limits.most_samples),
         )
 
-    def makespans(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Returns the makespans of ticks that run alone.
-
-        Args:
-            tokens: Padded tokens [ticks, variants].
-            squares: Sums of the squared sample lengths [ticks, variants].
-        """
-        nothing = np.zeros(len(tokens))
-        alone = Segment(nothing, nothing, 0, len(tokens), self._cost, self._pipeline)
-        return alone.makespans(tokens, squares)
+    def makespans(self, sizes: np.ndarray) -> np.ndarray:
+        """Returns the makespans of ticks that run alone; see `Segment.makespans`."""
+        num = sizes.shape[1]
+        alone = Segment(np.zeros((2, num)), 0, num, self._cost, self._pipeline)
+        return alone.makespans(sizes)
 
     def _best_profiles(
         self, rounded: int, fewest: int, num_items: int
@@ -103,11 +87,10 @@ class Ramps:
         """Returns the profiles with the shortest makespans for divisible work."""
         most = max(fewest, min(num_items, fewest + _MAX_MORE * self._cost.num_stages))
         shapes = [p for num in range(fewest, most + 1) for p in _profiles(num)]
-        tokens = np.zeros((most, len(shapes)))
+        sizes = np.zeros((2, most, len(shapes)))
         for k, shape in enumerate(shapes):
-            tokens[: len(shape), k] = np.array(shape) * _RATIO**rounded
-        tokens = np.minimum(tokens, self._limits.capacity)
-        times = self.makespans(tokens, np.zeros_like(tokens))
+            sizes[0, : len(shape), k] = np.array(shape) * _RATIO**rounded
+        times = self.makespans(np.minimum(sizes, self._limits.capacity))
         ranked = np.argsort(times, kind="stable")
         # Items are not divisible, so the best profile of each number of microbatches is
         # tried as well.
@@ -118,11 +101,9 @@ class Ramps:
     def assign(
         self, items: Sequence[Item], profile: Sequence[float]
     ) -> list[list[int]] | None:
-        """Gives each item to the microbatch that lacks the most work, longest first.
+        """Gives each item to the microbatch that lacks the most work, by the profile.
 
-        Args:
-            items: Items of the whole batch, in descending order of work.
-            profile: Part of the work of each microbatch.
+        The items are those of the whole batch, in descending order of work.
 
         Returns:
             The items of each microbatch that has some; None if they do not fit.

@@ -44,12 +44,6 @@ def pack(
 ) -> list[list[Microbatch]] | None:
     """Packs each batch into a microbatch, and these into rounds of `distance` ticks.
 
-    Args:
-        samples: All global batches of all jobs.
-        limits: Capacity and block size.
-        lanes: The lanes, and their pipeline.
-        cost: Times of a microbatch on one lane.
-
     Returns:
         The microbatches of each tick; None if a batch does not fit in a microbatch, a
         round has no place for a batch of each job, or there are too many batches.
@@ -96,13 +90,6 @@ def _placed(
     Two ticks change places in one round, in three, or from one round on, while that
     shortens the makespan. A job may run earlier in a round than in its last one only if
     it has waited in between.
-
-    Args:
-        chosen: The jobs of each round.
-        whole: The microbatch of each batch of each job.
-        limits: Capacity and block size.
-        pipeline: The pipeline.
-        cost: Times of the passes.
     """
     num, distance, num_jobs = len(chosen), pipeline.distance, len(whole)
     sizes = np.zeros((2, num, num_jobs))
@@ -111,17 +98,17 @@ def _placed(
         for number, batch in zip(rounds, batches, strict=True):
             sizes[0, number, job] = padded_tokens(batch, limits)
             sizes[1, number, job] = sum(s.num_tokens**2 for s in batch)
-    is_in, empty = sizes[0] > 0, np.zeros(num * distance)
-    segment = Segment(empty, empty, 0, len(empty), cost, pipeline)
+    is_in, num_ticks = sizes[0] > 0, num * distance
+    segment = Segment(np.zeros((2, num_ticks)), 0, num_ticks, cost, pipeline)
     starts = distance * np.arange(num)[:, None]
 
     def best_of(tried: np.ndarray) -> tuple[float, np.ndarray]:
         times = []
         for some in np.array_split(tried, -(-len(tried) // _MAX_TOGETHER)):
-            ticks = np.zeros((2, len(empty), len(some)))
+            ticks = np.zeros((2, num_ticks, len(some)))
             for variant, slots in enumerate(some):
                 ticks[:, (starts + slots)[is_in], variant] = sizes[:, is_in]
-            times.append(segment.makespans(ticks[0], ticks[1]))
+            times.append(segment.makespans(ticks))
         every = np.concatenate(times)
         return float(every.min()), tried[int(every.argmin())]
 
@@ -158,9 +145,6 @@ def _rounds(times: Sequence[Sequence[float]]) -> list[list[int]]:
     of some job. For each number of batches done, the search goes on from the best
     states, ranked by their time plus the longest job's remaining time and half of the
     mean remaining time.
-
-    Args:
-        times: Times of the batches of each job.
 
     References:
         Brucker et al., Scheduling a batching machine, Journal of Scheduling 1, 1998.

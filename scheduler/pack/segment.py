@@ -22,8 +22,7 @@ class Segment:
 
     def __init__(
         self,
-        tokens: np.ndarray,
-        squares: np.ndarray,
+        sizes: np.ndarray,
         first: int,
         last: int,
         cost: CostModel,
@@ -32,9 +31,8 @@ class Segment:
         """Simulates the ticks before and after the segment.
 
         Args:
-            tokens: Tokens of each tick of the schedule, padded to blocks [ticks]. A
-                no-op has none.
-            squares: Sum of the squared sample lengths of each tick [ticks].
+            sizes: Tokens of each tick of the schedule, padded to blocks, of which a
+                no-op has none; and sums of the squared sample lengths [2, ticks].
             first: First tick of the segment.
             last: Tick after the last one of the segment.
             cost: Times of the passes.
@@ -43,7 +41,7 @@ class Segment:
         self._cost = cost
         self._smoothing = 0.0
         self._warm_up = [pipeline.warm_up(s) for s in range(cost.num_stages)]
-        self._ticks = self._times(tokens[:, None], squares[:, None])
+        self._ticks = self._times(sizes[:, :, None])
         self._first, self._last = first, last
         self._start = first - self._warm_up[0]
         clock = [np.zeros(1)] * cost.num_stages
@@ -52,25 +50,23 @@ class Segment:
         )
         self._tails = self._paths_after()
 
-    def makespans(
-        self, tokens: np.ndarray, squares: np.ndarray, smoothing: float = 0.0
-    ) -> np.ndarray:
+    def makespans(self, sizes: np.ndarray, smoothing: float = 0.0) -> np.ndarray:
         """Returns the makespan of the whole schedule with each variant of the segment.
 
         Args:
-            tokens: Padded tokens of the segment's ticks [ticks, variants].
-            squares: Sums of the squared sample lengths [ticks, variants].
+            sizes: Padded tokens of the segment's ticks, and sums of the squared sample
+                lengths [2, ticks, variants].
             smoothing: Paths whose lengths differ by less than this time count together,
                 so that the result also decreases if only one of several longest paths
                 becomes shorter. With 0, the makespan is exact.
         """
         self._smoothing = smoothing
         ticks = self._ticks.copy()
-        ticks[self._first : self._last] = self._times(tokens, squares)
+        ticks[self._first : self._last] = self._times(sizes)
         clock, ends = self._advance(ticks, *self._before, self._start, self._last)
         paths = [c + self._tails[s] for s, c in enumerate(clock)]
         paths += [end + self._tails[key] for key, end in ends.items()]
-        return functools.reduce(self._later, paths, np.zeros(tokens.shape[1]))
+        return functools.reduce(self._later, paths, np.zeros(sizes.shape[2]))
 
     def _later(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Returns the maximum, or a smooth approximation that is no smaller."""
@@ -84,7 +80,8 @@ class Segment:
         near += np.maximum(a, b)
         return near
 
-    def _times(self, tokens: np.ndarray, squares: np.ndarray) -> list[_Tick]:
+    def _times(self, sizes: np.ndarray) -> list[_Tick]:
+        tokens, squares = sizes
         is_real = tokens > 0
         if self._cost.buckets:
             buckets = np.array((0, *self._cost.buckets))

@@ -10,12 +10,12 @@ import numpy as np
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick, pooled
 from jaxlora.scheduler.pack.fill import (
+    Ahead,
     Fill,
     PartTick,
     balanced,
     evened,
     fill_ticks,
-    fills,
     split_ticks,
 )
 from jaxlora.scheduler.pack.jobs import JobQueue
@@ -24,6 +24,7 @@ from jaxlora.scheduler.pack.ramps import Ramps
 from jaxlora.scheduler.simulate import simulate
 from jaxlora.scheduler.types import Limits, Pipeline, Schedule
 
+_TARGETS = (1.1, 1.0, 0.9, 0.75, 0.6)  # of fillings, without buckets
 # Parts of the capacity of all lanes together that ticks are planned for. It is easier
 # to split ticks that are not full.
 _POOL_PARTS = (1.0, 0.95)
@@ -49,27 +50,6 @@ def polishes(lanes: Lanes, cost: CostModel) -> bool:
     return few and drains(lanes.pipeline, cost)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Ahead:
-    """The surroundings of the ticks to plan.
-
-    Attributes:
-        first_tick: Number of the first of them.
-        before: The ticks before it that share the pipeline with it. Their samples do
-            not belong to the jobs to plan.
-        most_work: Work after which no further tick begins; infinity: everything is
-            planned.
-        most_ticks: Number of ticks after which no further one begins.
-        work_left: Work of all jobs; infinity if it is more than `most_work`.
-    """
-
-    first_tick: int = 0
-    before: Sequence[Tick] = ()
-    most_work: float = math.inf
-    most_ticks: float = math.inf
-    work_left: float = math.inf
-
-
 # Planned ticks, and the ticks after them, which only serve to judge and polish them.
 _Plan = tuple[list[PartTick], list[PartTick]]
 
@@ -79,20 +59,14 @@ def plan_ticks(
     limits: Limits,
     lanes: Lanes,
     cost: CostModel,
-    ahead: Ahead = Ahead(),
+    ahead: Ahead,
     *,
     everywhere: bool = False,
 ) -> list[Tick]:
     """Plans ticks in several ways, and returns the plan that does the work first.
 
-    Args:
-        queue: The jobs, which stay as they are.
-        limits: Limits of a microbatch.
-        lanes: The lanes.
-        cost: Times of a microbatch on one lane.
-        ahead: The surroundings of the ticks.
-        everywhere: Whether to polish all ticks, and not only those where the pipeline
-            fills and drains.
+    The queue stays as it is. Polishing is for all ticks if `everywhere`, and otherwise
+    for those where the pipeline fills and drains.
     """
     args = limits, lanes, cost
     plans = [way.plan(queue.copy(), *args, ahead) for way in _ways(*args, ahead)]
@@ -118,12 +92,6 @@ def plan_many_ticks(
     """Plans all ticks in the way that is the best for the first ones.
 
     This takes less time than `plan_ticks`, whose plans are better.
-
-    Args:
-        queue: The jobs, which are advanced to their ends.
-        limits: Limits of a microbatch.
-        lanes: The lanes.
-        cost: Times of a microbatch on one lane.
     """
     args = limits, lanes, cost
     work = _FIRST_TICKS * lanes.num_lanes * limits.capacity
@@ -160,24 +128,13 @@ class _Way:
     ) -> _Plan:
         """Plans ticks of a queue, which is advanced."""
         args, n = (queue, self.limits, self.lanes), lanes.num_lanes
-        ticks = fill_ticks(
-            *args,
-            self.fill,
-            first_tick=ahead.first_tick,
-            most_work=ahead.most_work,
-            most_ticks=ahead.most_ticks,
-            work_left=ahead.work_left,
-            ramps=self.ramps,
-        )
+        ticks = fill_ticks(*args, self.fill, ahead, self.ramps)
         behind: list[PartTick] = []
         if queue and drains(lanes.pipeline, cost):
-            behind = fill_ticks(
-                *args,
-                Fill(target=self.fill.target),
-                first_tick=ahead.first_tick + len(ticks),
-                most_ticks=lanes.pipeline.num_stages,
-                ramps=self.ramps,
-            )
+            first, most = ahead.first_tick + len(ticks), lanes.pipeline.num_stages
+            later = Ahead(first_tick=first, most_ticks=most)
+            plain = Fill(target=self.fill.target)
+            behind = fill_ticks(*args, plain, later, self.ramps)
         both = []
         for some in (ticks, behind):
             if self.lanes.num_lanes < n:
@@ -193,13 +150,24 @@ def _ways(limits: Limits, lanes: Lanes, cost: CostModel, ahead: Ahead) -> list[_
     for part in _POOL_PARTS if n > 1 and not cost.is_flat else ():
         pooled_limits, pooled_cost = pooled(limits, cost, n, part)
         grounds.append((pooled_limits, Lanes(pipeline=pipeline), pooled_cost))
+    # The ways with smaller ticks where the pipeline is empty before, or drains after.
     begins, ends = not any(map(any, ahead.before)), ahead.work_left < math.inf
+    num = pipeline.num_stages if pipeline.num_stages > 1 else 0
+    ramp = tuple((i + 1) / (num + 1) for i in range(num))
+    shapes = dict.fromkeys([((), ()), (ramp * begins, ramp * ends)])
     out = []
     for own_limits, own_lanes, own_cost in grounds:
         ramps = None
         if own_lanes.num_lanes == 1 and drains(pipeline, own_cost):
             ramps = Ramps(own_limits, pipeline, own_cost)
-        for fill in fills(own_limits, pipeline, own_cost, begins=begins, ends=ends):
+        capacity = own_limits.capacity
+        targets = [b / capacity for b in own_cost.buckets if b <= capacity]
+        fills = [
+            Fill(target=target, first=first, last=last)
+            for target in targets or _TARGETS
+            for first, last in shapes
+        ]
+        for fill in [Fill()] if cost.is_flat else fills:
             out.append(_Way(fill=fill, limits=own_limits, lanes=own_lanes, ramps=ramps))
     return out
 

@@ -11,11 +11,10 @@ from jaxlora.scheduler.bounds import lower_bound
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick, pooled
 from jaxlora.scheduler.pack import bridges, rounds
-from jaxlora.scheduler.pack.fill import balanced, evened, split_ticks
+from jaxlora.scheduler.pack.fill import Ahead, balanced, evened, split_ticks
 from jaxlora.scheduler.pack.jobs import JobQueue, WorkModel, job_batches
 from jaxlora.scheduler.pack.polish import polished
 from jaxlora.scheduler.pack.ways import (
-    Ahead,
     drains,
     plan_many_ticks,
     plan_ticks,
@@ -140,17 +139,11 @@ def far_apart(pipeline: Pipeline, num_lanes: int) -> Pipeline:
 def arrange(
     microbatches: Sequence[Microbatch], num_lanes: int, distance: int
 ) -> list[list[Microbatch]]:
-    """Arranges microbatches in ticks by list scheduling.
+    """Arranges microbatches, which could run one by one, in ticks by list scheduling.
 
     A microbatch waits until all earlier batches of its jobs are `distance` ticks old.
     Those with the longest chain of others waiting for them come first, then the earlier
-    ones.
-
-    Args:
-        microbatches: The microbatches, in an order in which they could run one by one.
-            No-ops are dropped.
-        num_lanes: Number of lanes.
-        distance: Distance between the batches of a job, in ticks.
+    ones. No-ops are dropped.
 
     Returns:
         The microbatches of each tick; see `fill_ticks`.

@@ -11,6 +11,7 @@ from jaxlora.scheduler.types import (
     Schedule,
     batches_by_job,
     check_fits,
+    in_order,
 )
 
 
@@ -64,8 +65,7 @@ def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
         bins[i].append(sample)
         padded_tokens[i] += added
         job_tokens[i][sample.owner] = before + sample.num_tokens
-    microbatches = (sorted(b, key=lambda s: (s.owner, s.index)) for b in bins)
-    return Schedule(microbatches=tuple(map(tuple, microbatches)), limits=limits)
+    return Schedule(microbatches=tuple(map(in_order, bins)), limits=limits)
 
 
 def _check(samples: Sequence[Sample], limits: Limits) -> None:

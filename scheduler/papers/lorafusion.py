@@ -11,7 +11,7 @@ import enum
 import logging
 import math
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -31,8 +31,8 @@ from jaxlora.scheduler.types import (
     Schedule,
     batches_by_job,
     check_fits,
+    in_order,
     padded_tokens,
-    tokens_by_job,
 )
 
 _log = logging.getLogger(__name__)
@@ -60,23 +60,6 @@ class BatchSchedule:
     microbatches: tuple[Microbatch, ...]
     outcome: Outcome
     reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Options for packing batches, which are sent to worker processes.
-
-    Attributes:
-        limits: Capacity and block size.
-        time_limit: Time limit of each of the two stages of a batch, in seconds.
-        seed: Seed of the solver.
-        use_milp: Whether to use the solver, and not only first-fit decreasing.
-    """
-
-    limits: Limits
-    time_limit: float
-    seed: int
-    use_milp: bool
 
 
 def pack(
@@ -115,10 +98,13 @@ def pack(
     """
     _check(samples, limits, time_limit, num_workers)
     groups = head_tail(statistics(samples), limits, pipeline)
-    settings = Settings(
-        limits=limits, time_limit=time_limit, seed=seed, use_milp=use_milp
-    )
-    packed = _pack_all(in_order(samples, groups), settings, num_workers)
+    options = {"time_limit": time_limit, "seed": seed, "use_milp": use_milp}
+    work = partial(pack_batch, limits=limits, **options)
+    turns = _in_turns(samples, groups)
+    if num_workers == 1 or len(turns) < 2 or not use_milp:
+        packed = list(map(work, turns))
+    else:
+        packed = _pack_in_processes(turns, limits, work, num_workers)
     _log_outcomes(packed)
     batches = [p.microbatches for p in packed]
     joined = (
@@ -129,7 +115,7 @@ def pack(
     return verify_and_fix(joined, samples, limits, pipeline)
 
 
-def in_order(
+def _in_turns(
     samples: Sequence[Sample], groups: Sequence[Sequence[int]]
 ) -> list[list[Sample]]:
     """Returns the first global batch of each group, then the second of each, and so on.
@@ -167,12 +153,12 @@ def verify_and_fix(
     return schedule
 
 
-def _pack_all(
-    batches: Sequence[Sequence[Sample]], settings: Settings, num_workers: int
+def _pack_in_processes(
+    batches: Sequence[Sequence[Sample]],
+    limits: Limits,
+    work: Callable[[Sequence[Sample]], BatchSchedule],
+    num_workers: int,
 ) -> list[BatchSchedule]:
-    work = partial(pack_batch, settings=settings)
-    if num_workers == 1 or len(batches) < 2 or not settings.use_milp:
-        return [work(b) for b in batches]
     context = multiprocessing.get_context("spawn")
     done: list[BatchSchedule] = []
     try:
@@ -184,8 +170,7 @@ def _pack_all(
     except BrokenProcessPool as error:
         _log.warning("a worker process that packs batches died: %s", error)
         reason = f"{type(error).__name__}: {error}"
-        missing = batches[len(done) :]
-        done += [greedy_for(b, settings.limits, reason) for b in missing]
+        done += [greedy_for(b, limits, reason) for b in batches[len(done) :]]
     return done
 
 
@@ -258,19 +243,15 @@ class Statistics:
 
 def statistics(samples: Iterable[Sample]) -> tuple[Statistics, ...]:
     """Returns the statistics of each job, in ascending order of jobs."""
-    lengths: dict[int, list[int]] = {}
-    batches: dict[int, set[int]] = {}
-    for sample in samples:
-        lengths.setdefault(sample.owner, []).append(sample.num_tokens)
-        batches.setdefault(sample.owner, set()).add(sample.batch)
     return tuple(
         Statistics(
             job=job,
             mean=float(np.mean(tokens)),
             std=float(np.std(tokens, ddof=1)) if len(tokens) > 1 else 0.0,
-            batch_size=len(tokens) / len(batches[job]),
+            batch_size=len(tokens) / len(batches),
         )
-        for job, tokens in sorted(lengths.items())
+        for job, batches in sorted(batches_by_job(samples).items())
+        for tokens in [[s.num_tokens for batch in batches for s in batch]]
     )
 
 
@@ -282,9 +263,6 @@ def head_tail(
     The job with the longest sequences is paired with the job with the shortest. A pair
     is made only if the other jobs fill the D - 1 microbatches between two of its
     batches. Otherwise the job of the two that fills more microbatches stays alone.
-
-    References:
-        LoRAFusion, https://arxiv.org/abs/2510.00206, section 5.2.
     """
     filled = {s.job: s.microbatches(limits) for s in jobs}
     order = sorted(jobs, key=lambda s: (-s.mean, s.job))
@@ -309,19 +287,23 @@ def head_tail(
 # ---- one batch of a group ------------------------------------------------------------
 
 
-def pack_batch(samples: Sequence[Sample], settings: Settings) -> BatchSchedule:
+def pack_batch(
+    samples: Sequence[Sample],
+    limits: Limits,
+    *,
+    time_limit: float,
+    seed: int,
+    use_milp: bool,
+) -> BatchSchedule:
     """Packs a batch by Algorithm 1 of LoRAFusion, lines 2 to 10.
 
-    Args:
-        samples: At most one global batch of each job.
-        settings: Limits and solver settings.
+    The samples are at most one global batch of each job. For the options, see `pack`.
     """
-    limits = settings.limits
     baseline = _ordered(greedy.pack(samples, limits).microbatches, limits)
-    if not settings.use_milp or _cannot_be_beaten(baseline, samples, limits):
+    if not use_milp or _cannot_be_beaten(baseline, samples, limits):
         return BatchSchedule(microbatches=baseline, outcome=Outcome.GREEDY)
     try:
-        return _two_stages(samples, baseline, settings)
+        return _two_stages(samples, limits, baseline, time_limit, seed)
     except (ImportError, RuntimeError) as error:
         return greedy_for(samples, limits, f"{type(error).__name__}: {error}")
 
@@ -336,32 +318,30 @@ def greedy_for(samples: Sequence[Sample], limits: Limits, reason: str) -> BatchS
 
 
 def _two_stages(
-    samples: Sequence[Sample], baseline: tuple[Microbatch, ...], settings: Settings
+    samples: Sequence[Sample],
+    limits: Limits,
+    baseline: tuple[Microbatch, ...],
+    time_limit: float,
+    seed: int,
 ) -> BatchSchedule:
     # PuLP takes a second to import.
     from jaxlora.scheduler.papers import lorafusion_milp as milp
 
-    limits, best, proved = settings.limits, baseline, True
+    best, is_fewest = baseline, True
     ordered = sorted(samples, key=lambda s: (s.owner, s.batch, s.index))
-    options = {"time_limit": settings.time_limit, "seed": settings.seed}
+    options = {"time_limit": time_limit, "seed": seed}
     if len(baseline) > _fewest(samples, limits):
-        first = milp.fewest_bins(ordered, limits, baseline, **options)
-        best = _better(best, first.bins, limits)
-        proved = first.proved
-    second = milp.emptiest_bin(
-        ordered,
-        limits,
-        best,
-        at_least=_least(samples, limits, len(best)),
-        **options,
+        bins, is_fewest = milp.fewest_bins(ordered, limits, baseline, **options)
+        best = _better(best, bins, limits)
+    least = _least(samples, limits, len(best))
+    bins, is_emptiest = milp.emptiest_bin(
+        ordered, limits, best, at_least=least, **options
     )
-    best = _better(best, second.bins, limits)
+    best = _better(best, bins, limits)
+    outcome = Outcome.OPTIMAL if is_fewest and is_emptiest else Outcome.FEASIBLE
     if best is baseline:
-        return BatchSchedule(microbatches=baseline, outcome=Outcome.GREEDY)
-    both = proved and second.proved
-    return BatchSchedule(
-        microbatches=best, outcome=Outcome.OPTIMAL if both else Outcome.FEASIBLE
-    )
+        outcome = Outcome.GREEDY
+    return BatchSchedule(microbatches=best, outcome=outcome)
 
 
 def _better(
@@ -379,9 +359,8 @@ def _ordered(
     microbatches: Sequence[Microbatch], limits: Limits
 ) -> tuple[Microbatch, ...]:
     """Sorts microbatches by descending size, with the samples of a job adjacent."""
-    sides = [tuple(sorted(m, key=lambda s: (s.owner, s.index))) for m in microbatches]
     key = lambda m: (-padded_tokens(m, limits), m[0].owner, m[0].index)
-    return tuple(sorted(sides, key=key))
+    return tuple(sorted(map(in_order, microbatches), key=key))
 
 
 def _cannot_be_beaten(
@@ -393,23 +372,17 @@ def _cannot_be_beaten(
     return smallest <= _least(samples, limits, len(packed))
 
 
-def _blocks(samples: Sequence[Sample], limits: Limits) -> int:
-    tokens = tokens_by_job(samples).values()
-    return sum(limits.padded(n) // limits.block_tokens for n in tokens)
-
-
 def _fewest(samples: Sequence[Sample], limits: Limits) -> int:
     """Lower bound on the number of microbatches."""
-    capacity = limits.capacity // limits.block_tokens
     alone = sum(2 * s.num_tokens > limits.capacity for s in samples)
-    return max(math.ceil(_blocks(samples, limits) / capacity), alone)
+    return max(-(-padded_tokens(samples, limits) // limits.capacity), alone)
 
 
 def _least(samples: Sequence[Sample], limits: Limits, num_bins: int) -> int:
     """Lower bound on the blocks of the smallest of `num_bins` microbatches."""
-    capacity = limits.capacity // limits.block_tokens
-    shortest = min(limits.padded(s.num_tokens) for s in samples) // limits.block_tokens
-    return max(shortest, _blocks(samples, limits) - (num_bins - 1) * capacity)
+    shortest = min(limits.padded(s.num_tokens) for s in samples)
+    rest = padded_tokens(samples, limits) - (num_bins - 1) * limits.capacity
+    return max(shortest, rest) // limits.block_tokens
 
 
 # ---- merging -------------------------------------------------------------------------
@@ -427,11 +400,6 @@ def merge(
     next batch, and drops microbatches that become empty. A sample does not move if that
     would mix two global batches of its job, or bring them closer than the distance D. A
     microbatch is not dropped if that would require a no-op later.
-
-    Args:
-        batches: Batches of all groups, in the order in which they run.
-        limits: Capacity and block size.
-        pipeline: Provides the distance between the batches of a job.
     """
     out: list[list[Sample]] = []
     spacing = Spacing(pipeline.distance)
@@ -453,7 +421,7 @@ def merge(
         for microbatch in rest:
             out.append(microbatch)
             spacing.place(microbatch)
-    return tuple(tuple(sorted(m, key=lambda s: (s.owner, s.index))) for m in out)
+    return tuple(map(in_order, out))
 
 
 def _that_fit(

@@ -1,9 +1,10 @@
 """Deploys replicas of different shapes, and sends samples to them (LobRA)."""
 
-from jaxlora.scheduler.replicas.baselines import best_uniform, one_after_another
 from jaxlora.scheduler.replicas.bound import StepBound, step_bound
 from jaxlora.scheduler.replicas.deploy import (
     PlannedDeployment,
+    best_uniform,
+    one_after_another,
     plan_deployment,
     useful_kinds,
 )

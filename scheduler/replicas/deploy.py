@@ -23,15 +23,15 @@ new one until they agree.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pulp
 
 from jaxlora.scheduler import solver
+from jaxlora.scheduler.replicas.bound import Steps
 from jaxlora.scheduler.replicas.dispatcher import dispatch
 from jaxlora.scheduler.replicas.problem import Deployment, ReplicaKind, check_fit
-from jaxlora.scheduler.replicas.steps import Steps
 
 _MAX_NODES = 2000  # of each program
 _MAX_PROGRAMS = 4
@@ -109,7 +109,7 @@ def plan_deployment(
         )
     counts, best = _climb(counts, steps, num_gpus)
     deployment = Deployment(kinds=tuple(kinds), counts=counts)
-    return try_steps(deployment, batches, best, bound)
+    return _try_steps(deployment, batches, best, bound)
 
 
 def useful_kinds(
@@ -142,17 +142,10 @@ def useful_kinds(
     return tuple(kept)
 
 
-def try_steps(
+def _try_steps(
     deployment: Deployment, batches: Sequence[np.ndarray], mean: float, bound: float
 ) -> PlannedDeployment:
-    """Predicts a mean step from the bounds of all steps, and some that are dispatched.
-
-    Args:
-        deployment: The deployment.
-        batches: The steps.
-        mean: Mean of the lower bounds of the time of all steps.
-        bound: Lower bound of the mean step of any deployment.
-    """
+    """Predicts a mean step from the mean bound of all, and some that are dispatched."""
     size = max(1, int(np.mean([len(batch) for batch in batches])))
     num = min(_MAX_TRIALS, len(batches), max(1, _SAMPLES_TRIED // size))
     found = [dispatch(deployment, batch) for batch in batches[:num]]
@@ -293,3 +286,62 @@ def _neighbors(
             if found not in seen and fits and steps.holds_all(found):
                 seen.add(found)
                 yield found
+
+
+# ---- replicas of one kind, and one job after the other, to compare with --------------
+
+type Planner = Callable[
+    [Sequence[ReplicaKind], int, Sequence[np.ndarray]], PlannedDeployment
+]
+
+
+def best_uniform(
+    kinds: Sequence[ReplicaKind],
+    num_gpus: int,
+    batches: Sequence[np.ndarray],
+    longest: int = 0,
+) -> PlannedDeployment:
+    """Chooses the best replicas of one kind, which must hold the longest sample.
+
+    Its `bound` is that of this deployment. See `plan_deployment`.
+
+    Raises:
+        ValueError: The longest sample fits into no replica that the GPUs suffice for.
+    """
+    batches = [np.asarray(batch) for batch in batches if len(batch)]
+    kinds = [k for k in kinds if k.num_gpus <= num_gpus]
+    longest = check_fit(kinds, batches, longest)
+    found = []
+    for kind in kinds:
+        if kind.longest >= longest:
+            one = Deployment(kinds=(kind,), counts=(num_gpus // kind.num_gpus,))
+            bound = float(Steps((kind,), batches).bounds(one.counts).mean())
+            found.append(_try_steps(one, batches, bound, bound))
+    return min(found, key=lambda one: one.seconds)
+
+
+def one_after_another(
+    kinds: Sequence[ReplicaKind],
+    num_gpus: int,
+    jobs: Sequence[Sequence[np.ndarray]],
+    plan: Planner,
+) -> float:
+    """Returns the mean seconds of a step of each job, one job after the other.
+
+    Args:
+        kinds: Kinds of replicas to choose from.
+        num_gpus: Number of GPUs, all of which each job has to itself.
+        jobs: For each job, the lengths of its samples in each step; none in steps in
+            which it does not take part.
+        plan: How the replicas of a job are chosen: `best_uniform` or `plan_deployment`.
+
+    Raises:
+        ValueError: A sample fits into no replica.
+    """
+    seconds = 0.0
+    for steps in jobs:
+        own = [batch for batch in steps if len(batch)]
+        if own:
+            share = len(own) / len(steps)
+            seconds += share * plan(kinds, num_gpus, own).seconds
+    return seconds

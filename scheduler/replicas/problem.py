@@ -129,12 +129,7 @@ class Deployment:
 def check_fit(
     kinds: Iterable[ReplicaKind], batches: Sequence[np.ndarray], longest: int = 0
 ) -> int:
-    """Returns the longest length that replicas must hold.
-
-    Args:
-        kinds: Kinds of replicas.
-        batches: Lengths of the samples of some steps.
-        longest: The longest length of other steps.
+    """Returns the longest length of some steps, or of others, that replicas must hold.
 
     Raises:
         ValueError: There are no samples, or the longest one fits into no replica.

@@ -14,13 +14,7 @@ from jaxlora.scheduler.tables import align, format_seconds
 def step_table(
     planned: PlannedDeployment, others: Mapping[str, float], num_gpus: int
 ) -> str:
-    """Formats a step of a deployment beside other ways to do the same as a text table.
-
-    Args:
-        planned: The deployment.
-        others: Seconds of a step of every job, by what takes them.
-        num_gpus: Number of GPUs.
-    """
+    """Formats a step beside the seconds of other ways to do it, as a text table."""
     head = ["", "a step", "GPU-seconds", "saved"]
     lines = []
     for name, seconds in {"this deployment": planned.seconds, **others}.items():
@@ -99,14 +93,8 @@ def draw_steps(
 
 
 def _bars(simulated: SimulatedSteps, colors: Mapping) -> list[Bar]:
-    gpus = simulated.deployment.gpus
+    rows = [(own[0] - 0.45, own[-1] + 0.45) for own in simulated.deployment.gpus]
     return [
-        Bar(
-            left=part.start,
-            right=part.end,
-            low=gpus[part.replica][0] - 0.45,
-            high=gpus[part.replica][-1] + 0.45,
-            color=colors[part.job],
-        )
+        Bar(part.start, part.end, *rows[part.replica], colors[part.job])
         for part in simulated.parts
     ]

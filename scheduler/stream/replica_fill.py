@@ -27,12 +27,6 @@ def fill_replicas(
 
     Jobs in the middle of a batch come first, then the jobs that need the most ticks.
     The ticks follow from the arguments alone, and not from which replica is ahead.
-
-    Args:
-        jobs: The jobs, which are advanced; there is at least one.
-        limits: Limits of a microbatch of the first replica.
-        lanes: The replicas.
-        first_tick: Number of the first tick.
     """
     ticks: list[Tick] = []
     while jobs and len(ticks) < _NUM_TICKS:

@@ -1,12 +1,15 @@
 """The state of a stream between two ticks, and the rules that its ticks keep."""
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 
+from jaxlora.scheduler.check import microbatch_violations
 from jaxlora.scheduler.cost import CostModel
 from jaxlora.scheduler.lanes import Lanes, Tick
 from jaxlora.scheduler.packers import PackerName
-from jaxlora.scheduler.types import Limits, Microbatch, Pace, Sample, padded_tokens
+from jaxlora.scheduler.types import Limits, Pace, Sample, padded_tokens
 
 # Given the number of a job and of a global batch, returns the tokens of each sample.
 Lengths = Callable[[int, int], Sequence[int]]
@@ -76,10 +79,6 @@ class StreamState:
         priority from here on: in the time in which they do half of what is left of
         them, it does half of its batches. With `equal`, it gets as many tokens as each
         of them from here on, by start-time fair queueing.
-
-        Args:
-            position: The job's.
-            pace: How it shares microbatches with the others.
 
         Raises:
             ValueError: Its slot is taken.
@@ -158,23 +157,25 @@ def advance(
 
     Samples of slots without a job in the state are left out of account.
 
-    Args:
-        state: The stream so far.
-        ticks: The ticks that follow.
-        lengths: Tokens of the samples of a batch.
-        rules: What all ticks have in common.
-
     Raises:
         RuntimeError: A tick breaks a rule: a microbatch is too long, a sample is not
             the job's to run now, or a batch comes too early.
     """
     positions = {p.owner: p for p in state.positions}
+    # Packers other than `joint` do not keep the number of samples.
+    limits = dataclasses.replace(rules.limits, max_samples=None)
+    lanes = rules.lanes.unlike if rules.lanes.replicas else ()
+    of_lane = [dataclasses.replace(limits, capacity=one.capacity) for one in lanes]
+    owner_of = operator.attrgetter("owner")
     for number, tick in enumerate(ticks, state.tick):
         for lane, microbatch in enumerate(tick):
-            _check_microbatch(microbatch, lane, number, rules)
-        for owner, samples in _by_owner(tick).items():
+            own = of_lane[lane] if of_lane else limits
+            if wrong := microbatch_violations(lane, microbatch, own):
+                raise RuntimeError(f"tick {number}: {wrong[0]}")
+        samples = sorted(itertools.chain(*tick), key=owner_of)
+        for owner, own in itertools.groupby(samples, owner_of):
             if owner in positions:
-                moved = _moved(positions[owner], samples, number, lengths, rules)
+                moved = _moved(positions[owner], [*own], number, lengths, rules)
                 if moved.batch < moved.num_batches:
                     positions[owner] = moved
                 else:
@@ -185,29 +186,6 @@ def advance(
         positions=tuple(positions[owner] for owner in sorted(positions)),
         before=(*state.before, *ticks)[-num_before:],
     )
-
-
-def _by_owner(tick: Tick) -> dict[int, list[Sample]]:
-    owners: dict[int, list[Sample]] = {}
-    for microbatch in tick:
-        for sample in microbatch:
-            owners.setdefault(sample.owner, []).append(sample)
-    return owners
-
-
-def _check_microbatch(
-    microbatch: Microbatch, lane: int, number: int, rules: Rules
-) -> None:
-    lanes, capacity = rules.lanes, rules.limits.capacity
-    if lanes.replicas:
-        capacity = lanes.unlike[lane].capacity
-    if padded_tokens(microbatch, rules.limits) > capacity:
-        raise RuntimeError(f"tick {number} has a microbatch over the capacity.")
-    owners = [s.owner for s in microbatch]
-    if len(set(owners)) != sum(
-        i == 0 or owner != owners[i - 1] for i, owner in enumerate(owners)
-    ):
-        raise RuntimeError(f"tick {number} mixes the samples of its jobs.")
 
 
 def _moved(

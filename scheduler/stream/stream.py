@@ -8,11 +8,14 @@ leaves, and planned again by a run that resumes.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxlora.scheduler.lanes import Tick, ticks_of
+from jaxlora.scheduler.pack.fill import Ahead
 from jaxlora.scheduler.pack.jobs import JobBatches, JobQueue, ticks_per_batch
-from jaxlora.scheduler.pack.ways import Ahead, plan_ticks
+from jaxlora.scheduler.pack.ways import plan_ticks
 from jaxlora.scheduler.packers import pack_ticks
 from jaxlora.scheduler.stream.replica_fill import fill_replicas
 from jaxlora.scheduler.stream.state import (
@@ -48,11 +51,6 @@ class Stretch:
 
 def next_stretch(state: StreamState, lengths: Lengths, rules: Rules) -> Stretch:
     """Plans the next ticks of a stream; the same state always gets the same ticks.
-
-    Args:
-        state: The stream so far.
-        lengths: Tokens of the samples of a batch.
-        rules: What all ticks have in common.
 
     Raises:
         ValueError: A sample is longer than the capacity.
@@ -193,3 +191,86 @@ def _of_nobody(microbatch: Microbatch) -> Microbatch:
     Jobs keep their distance from them by `Position.ready`.
     """
     return tuple(dataclasses.replace(s, owner=-1 - s.owner) for s in microbatch)
+
+
+# ---- ahead of time -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A stretch that was asked for.
+
+    Attributes:
+        stretch: The stretch.
+        ahead: Whether it was planned ahead, in the background.
+        waited_seconds: Time that the caller waited for it.
+    """
+
+    stretch: Stretch
+    ahead: bool
+    waited_seconds: float
+
+
+class PlanAhead:
+    """Plans stretches in the background, before they are needed.
+
+    A stretch is planned for the state that the stream is expected to have. If it turns
+    out to have another one, because a job has joined or left, it is planned again. In
+    both cases it depends only on the state, never on timing.
+
+    The planner is a thread, not a process. Planning a stretch takes milliseconds, less
+    than sending samples to a process and microbatches back. Spawned processes would
+    also import the user's training script, which would need a main guard.
+    """
+
+    def __init__(self, plan: Callable[[StreamState], Stretch]):
+        """Starts without a plan.
+
+        Args:
+            plan: Plans a stretch; must be deterministic.
+        """
+        self._plan = plan
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="plan-ahead")
+        self._expected: StreamState | None = None
+        self._future: Future[Stretch] | None = None
+
+    def __enter__(self) -> "PlanAhead":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def prepare(self, state: StreamState) -> None:
+        """Starts planning the stretch after a state that is expected."""
+        self._drop()
+        self._expected = state
+        self._future = self._worker.submit(self._plan, state)
+
+    def take(self, state: StreamState) -> Planned:
+        """Returns the stretch after exactly this state.
+
+        Raises:
+            ValueError: A sample is longer than the capacity.
+            RuntimeError: The packer has a bug: a tick breaks a rule.
+        """
+        start = time.perf_counter()
+        future = self._future if state == self._expected else None
+        if future is None:
+            self._drop()
+        stretch = self._plan(state) if future is None else future.result()
+        self._future = None
+        return Planned(
+            stretch=stretch,
+            ahead=future is not None,
+            waited_seconds=time.perf_counter() - start,
+        )
+
+    def close(self) -> None:
+        """Ends the thread without waiting for a plan in progress."""
+        self._drop()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _drop(self) -> None:
+        if self._future is not None:
+            self._future.cancel()
+        self._future = None

@@ -5,18 +5,16 @@ from jaxlora.scheduler.sweep.baselines import (
     one_at_a_time,
     sequential_packs,
 )
-from jaxlora.scheduler.sweep.costs import (
-    AnalyticCosts,
-    GroupCosts,
-    StepLine,
-)
 from jaxlora.scheduler.sweep.planner import PlannedSweep, plan_sweep
 from jaxlora.scheduler.sweep.problem import (
+    AnalyticCosts,
     Bound,
     Configuration,
     Costs,
     Group,
+    GroupCosts,
     Run,
+    StepLine,
     Sweep,
     SweepPlan,
 )

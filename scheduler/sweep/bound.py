@@ -169,29 +169,40 @@ def _rows(
     kinds: Kinds, classes: Sequence[Class], columns: Sequence[_Columns], makespan: float
 ) -> _Rows:
     """Makes the constraints. Rounds are in units of the most steps, for scaling."""
-    unit, steps = max(kinds.steps), kinds.steps
+    unit = max(kinds.steps)
     rows = _Rows()
     for k, count in enumerate(kinds.count):
         rows.add({at.kinds[k]: 1.0 for at in columns if k in at.kinds}, count, count)
     for (shape, rounds), at in zip(classes, columns, strict=True):
         rows.add({at.rounds: 1.0, at.groups: -rounds / unit})
-        held = {
-            i: -shape.bytes_of[k] * steps[k] / (shape.free * unit)
-            for k, i in at.kinds.items()
-        }
-        rows.add({at.rounds: 1.0} | held)
-        for line, fixed in enumerate(shape.fixed):
-            spent = {
-                i: -shape.seconds_of[k][line] * steps[k] / makespan
-                for k, i in at.kinds.items()
-            }
-            rows.add({at.groups: 1.0, at.rounds: -fixed * unit / makespan} | spent)
+        _add_load(rows, kinds, shape, at, makespan)
     gpus = {
         at.groups: float(shape.degree)
         for (shape, _), at in zip(classes, columns, strict=True)
     }
     rows.add(gpus, most=kinds.sweep.num_gpus)
     return rows
+
+
+def _add_load(
+    rows: _Rows, kinds: Kinds, shape: Shape, at: _Columns, seconds: float
+) -> None:
+    """Adds that groups have the memory and the time for their configurations.
+
+    The column of groups has the time of all of them together, in units of `seconds`.
+    """
+    steps, unit = kinds.steps, max(kinds.steps)
+    held = {
+        i: -shape.bytes_of[k] * steps[k] / (shape.free * unit)
+        for k, i in at.kinds.items()
+    }
+    rows.add({at.rounds: 1.0} | held)
+    for line, fixed in enumerate(shape.fixed):
+        spent = {
+            i: -shape.seconds_of[k][line] * steps[k] / seconds
+            for k, i in at.kinds.items()
+        }
+        rows.add({at.groups: 1.0, at.rounds: -fixed * unit / seconds} | spent)
 
 
 def find_bound(kinds: Kinds) -> tuple[Bound, float, GroupMix]:
@@ -238,29 +249,20 @@ def any_plan(kinds: Kinds) -> float:
     for shape in shapes:
         fits = [k for k in range(len(kinds)) if shape.fits[k]]
         of = {k: last + 3 + i for i, k in enumerate(fits)}
-        columns.append((last + 1, last + 2, of))  # group-seconds, rounds, kinds
+        columns.append(_Columns(groups=last + 1, rounds=last + 2, kinds=of))
         last += 2 + len(of)
     for k, count in enumerate(kinds.count):
-        rows.add({of[k]: 1.0 for *_, of in columns if k in of}, count, count)
+        rows.add({at.kinds[k]: 1.0 for at in columns if k in at.kinds}, count, count)
         alone = {
-            of[k]: -steps[k] * shape.round_alone(k) / unit
-            for shape, (*_, of) in zip(shapes, columns, strict=True)
-            if k in of
+            at.kinds[k]: -steps[k] * shape.round_alone(k) / unit
+            for shape, at in zip(shapes, columns, strict=True)
+            if k in at.kinds
         }
         rows.add({0: count} | alone)
     gpus = {0: float(kinds.sweep.num_gpus)}
-    for shape, (seconds, rounds, of) in zip(shapes, columns, strict=True):
-        gpus[seconds] = -float(shape.degree)
-        held = {
-            i: -shape.bytes_of[k] * steps[k] / (shape.free * max(steps))
-            for k, i in of.items()
-        }
-        rows.add({rounds: 1.0} | held)
-        for line, fixed in enumerate(shape.fixed):
-            spent = {
-                i: -shape.seconds_of[k][line] * steps[k] / unit for k, i in of.items()
-            }
-            rows.add({seconds: 1.0, rounds: -fixed * max(steps) / unit} | spent)
+    for shape, at in zip(shapes, columns, strict=True):
+        gpus[at.groups] = -float(shape.degree)
+        _add_load(rows, kinds, shape, at, unit)
     rows.add(gpus)
     cost = np.zeros(last + 1)
     cost[0] = 1.0

@@ -15,13 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlora.scheduler.sweep.bound import GroupMix, find_bound, find_mix
-from jaxlora.scheduler.sweep.problem import (
-    Bound,
-    Costs,
-    Sweep,
-    SweepPlan,
-    number_gpus,
-)
+from jaxlora.scheduler.sweep.problem import Bound, Costs, Sweep, SweepPlan
 from jaxlora.scheduler.sweep.rounds import Kinds, Roster, Shape, play
 
 # Makespans of further layouts, over the first one.
@@ -281,19 +275,19 @@ class _Groups:
         shapes = {i: self._shape(i, self._best[i]) for i in used}
         used.sort(key=lambda i: (-shapes[i].degree, -shapes[i].slot_rank))
         roster = Roster(self._kinds)
-        numbers = number_gpus([shapes[i].degree for i in used])
+        ends = itertools.accumulate(shapes[i].degree for i in used)
         groups = tuple(
-            roster.group(shapes[i], gpus, self._best[i])
-            for i, gpus in zip(used, numbers, strict=True)
+            roster.group(
+                shapes[i], tuple(range(end - shapes[i].degree, end)), self._best[i]
+            )
+            for i, end in zip(used, ends, strict=True)
         )
         return SweepPlan(sweep=self._kinds.sweep, groups=groups)
 
     def anneal(self, goal: float, work: int) -> None:
-        """Changes queues at random until the makespan is at the goal.
+        """Changes queues at random until the makespan is at the goal, in seconds.
 
-        Args:
-            goal: Seconds at which nothing shorter is sought.
-            work: Configurations that are played.
+        As many configurations are played as `work` says.
         """
         self._queues = list(self._best)
         self._ends = [self._end(i, queue) for i, queue in enumerate(self._queues)]

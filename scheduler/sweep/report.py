@@ -111,13 +111,7 @@ def _bars(plan: SweepPlan, length: float, colors: Mapping) -> list[Bar]:
         for gpu in group.gpus:
             for run in group.runs:
                 low = gpu - 0.45 + 0.9 * run.slot / group.num_slots
-                bars.append(
-                    Bar(
-                        left=run.start / length,
-                        right=run.end / length,
-                        low=low,
-                        high=low + 0.9 / group.num_slots,
-                        color=colors[run.configuration.rank],
-                    )
-                )
+                high = low + 0.9 / group.num_slots
+                left, right = run.start / length, run.end / length
+                bars.append(Bar(left, right, low, high, colors[run.configuration.rank]))
     return bars

@@ -136,12 +136,7 @@ def play(
 ) -> tuple[float, list[tuple[float, float]]]:
     """Plays the rounds of a group whose slots are refilled as configurations end.
 
-    Whenever there is room, the first configurations of the queue that fit start.
-
-    Args:
-        shape: The group's shape.
-        steps: Steps of each kind.
-        queue: Kinds of the group's configurations.
+    Whenever there is room, the first kinds of the queue that fit start.
 
     Returns:
         The seconds until the last one ends, and start and end of each.

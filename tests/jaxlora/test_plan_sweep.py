@@ -1,5 +1,6 @@
 """The plan of a sweep on groups of GPUs that are not here."""
 
+import dataclasses
 import io
 import json
 
@@ -111,7 +112,7 @@ def test_the_groups_that_auto_stands_for(run):
     (step,) = {c.step_tokens for c in groups.planned.plan.sweep.configurations}
     most = step + auto.block_tokens
     assert all(one.microbatch_tokens <= one.num_slots * most for one in few.groups)
-    assert GroupPlans.of(json.loads(json.dumps(found.values()))) == found
+    assert GroupPlans.of(json.loads(json.dumps(dataclasses.asdict(found)))) == found
     with pytest.raises(ConfigError, match=r"rates .* not known.*jaxlora profile"):
         group_plans(auto)
 

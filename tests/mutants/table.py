@@ -332,8 +332,8 @@ _JOBS = (
     ),
     _mutant(
         "the last of the waiting jobs starts first",
-        "return by_priority[: max(0, num_free)]",
-        "return by_priority[::-1][: max(0, num_free)]",
+        "for job in sorted(waiting, key=",
+        "for job in sorted(waiting[::-1], key=",
         f"{_SCHEDULER}/test_admission.py",
     ),
 )
@@ -593,8 +593,8 @@ _PLANS = (
         f"{_SCHEDULER}/test_packers.py",
     ),
     _mutant(
-        "a pass does not wait for the stage before it",
-        "start = max(start, forward_end[s - 1][m] + communication)",
+        "a pass does not wait for the neighboring stage",
+        "start = max(start, ends[neighbor][m] + communication)",
         "start = max(start, communication)",
         f"{_SCHEDULER}/test_simulate.py::test_two_stages",
         f"{_SCHEDULER}/test_simulate.py::test_one_microbatch_passes_all_stages_twice",

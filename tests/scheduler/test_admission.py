@@ -2,11 +2,14 @@
 
 import random
 
-from jaxlora.scheduler.admission import Candidate, admit, preempt
+from jaxlora.scheduler.admission import Candidate, admit
 
 
 def admitted(waiting, num_free):
-    return [c.job for c in admit(waiting, num_free)]
+    running = [Candidate(job=9 + i, priority=-9) for i in range(3)]
+    paused, started = admit(running, waiting, 3 + num_free, preempts=False)
+    assert not paused
+    return [c.job for c in started]
 
 
 def test_orders_by_priority_then_arrival():
@@ -19,10 +22,10 @@ def test_orders_by_priority_then_arrival():
 
 
 def preempted(running, waiting, num_slots):
-    """Calls `preempt` with jobs given as (number, priority)."""
+    """Calls `admit` with jobs given as (number, priority)."""
     jobs = ([Candidate(job=j, priority=p) for j, p in js] for js in (running, waiting))
-    found = preempt(*jobs, num_slots)
-    return [c.job for c in found.paused], [c.job for c in found.started]
+    paused, started = admit(*jobs, num_slots, preempts=True)
+    return [c.job for c in paused], [c.job for c in started]
 
 
 def test_only_a_higher_priority_preempts():

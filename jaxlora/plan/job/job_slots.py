@@ -6,7 +6,7 @@ trainer and `jaxlora plan` use it alike.
 
 from collections.abc import Mapping, Sequence
 
-from jaxlora.scheduler.admission import Candidate, admit, preempt
+from jaxlora.scheduler.admission import Candidate, admit
 
 
 def assign_slots(
@@ -35,13 +35,9 @@ def assign_slots(
     # the run starts.
     running = [c for c in candidates if c.job in slots]
     waiting = [c for c in candidates if c.job not in slots]
-    if preempts:
-        change = preempt(running, waiting, num_slots)
-        started = change.started
-        paused = {candidate.job for candidate in change.paused}
-        slots = {job: slot for job, slot in slots.items() if job not in paused}
-    else:
-        started = admit(waiting, num_slots - len(running))
+    paused, started = admit(running, waiting, num_slots, preempts=preempts)
+    gone = {candidate.job for candidate in paused}
+    slots = {job: slot for job, slot in slots.items() if job not in gone}
     taken = set(slots.values())
     free = [slot for slot in range(num_slots) if slot not in taken]
     return {**slots, **{c.job: slot for c, slot in zip(started, free, strict=False)}}

@@ -61,15 +61,9 @@ class Driver:
         groups: list[Group],
         search: Suggestions | None = None,
     ):
-        """Takes up a sweep; its folder is locked, and no older worker lives.
+        """Takes up a sweep from its state before the records of the ledger.
 
-        Args:
-            folder: Folder of the sweep.
-            state: The sweep as it is before the records of the ledger.
-            ledger: The ledger.
-            workers: Starts workers.
-            groups: The groups.
-            search: Suggests further configurations; None: there are none.
+        Its folder is locked, and no older worker lives.
         """
         self._folder, self._workers, self._search = folder, workers, search
         self.state, self.groups, self._removed = state, groups, 0.0
@@ -77,7 +71,6 @@ class Driver:
         self._records: list[Record] = []  # that are not on the disk yet
         self._outbox: dict[int, list[m.ToWorker]] = {}  # what follows from them
         ledger.replay(state.apply)
-        self._settings: dict[str, LoraJob] = {}  # that were read, for the search
         if search is not None:
             search.restore(state.places)
         self.record("begin")
@@ -226,11 +219,7 @@ class Driver:
         )
 
     def _end_all(self, *, is_finished: bool) -> None:
-        """Lets all workers end.
-
-        Args:
-            is_finished: Whether nothing is left to train.
-        """
+        """Lets all workers end; `is_finished` if nothing is left to train."""
         self.is_ending = True
         end = time.monotonic() + _END_SECONDS
         live = [g for g, group in enumerate(self.groups) if group.is_live]
@@ -275,7 +264,8 @@ class Driver:
         if self._search is None:
             return False
         num_slots = sum(g.num_slots for g in self.groups if not g.is_given_up)
-        job = self._search.next(self._jobs(), num_slots)
+        found = self.state.configurations.values()
+        job = self._search.next([(c.settings, c.progress) for c in found], num_slots)
         if job is None:
             return False
         self.add(job, place=self._search.points[job.name])
@@ -283,11 +273,7 @@ class Driver:
         return True
 
     def add(self, job: LoraJob, *, place: dict[str, float] | None = None) -> None:
-        """Adds a configuration to the queue.
-
-        Args:
-            job: Its settings.
-            place: Its place on each axis of the search, if that has suggested it.
+        """Adds a configuration to the queue, with its place if the search suggests it.
 
         Raises:
             ConfigError: Its name is taken.
@@ -297,19 +283,12 @@ class Driver:
         settings = job.model_dump(mode="json")
         self.record("job", settings=settings, place=place)
 
-    def _jobs(self) -> list[tuple[LoraJob, JobProgress]]:
-        """Returns the configurations as the search sees them."""
-        known, configurations = self._settings, self.state.configurations
-        for name in configurations.keys() - known.keys():
-            known[name] = LoraJob.model_validate(configurations[name].settings)
-        return [(known[name], one.progress) for name, one in configurations.items()]
-
     def _is_over(self) -> bool:
         return self.state.is_over() and not self._suggest()
 
     def _give(self, found: Configuration, number: int) -> None:
         sources = tuple(str(self._folder / name) for name in found.sources)
-        settings = dict(found.settings) if found.is_late else None
+        settings = found.settings if found.is_late else None
         if (verdict := self.state.verdict(found.name)) is not None:
             self.send(number, verdict)
         self.record("given", name=found.name, group=number)
@@ -359,7 +338,7 @@ class Driver:
         known = self.state.configurations
         new = [job for job in jobs if known[job.name].facts is None]
         if new:
-            self.record("facts", jobs=list(map(dataclasses.asdict, new)))
+            self.record("facts", jobs=[job.model_dump() for job in new])
         for job in jobs:
             if job.clone_step:
                 self.send(number, m.Ask(action="begin", name=job.name))
@@ -386,27 +365,23 @@ class Driver:
         ]
         if not new:
             return
-        num_cutoffs = len(known.cutoffs)
-        record = self.state.note(new)
-        self._records.append(record)
-        self._tell_decisions(record, has_cut=len(known.cutoffs) > num_cutoffs)
+        self._keep_decisions(self.state.note(new))
 
     def review(self) -> None:
         """Decides what follows from an end or a pause."""
-        record = self.state.review()
-        if record is not None:
-            self._records.append(record)
-            self._tell_decisions(record, has_cut=bool(record["cutoffs"]))
+        if (record := self.state.review()) is not None:
+            self._keep_decisions(record)
 
-    def _tell_decisions(self, record: Record, *, has_cut: bool) -> None:
-        """Sends verdicts to all groups that a decision concerns."""
+    def _keep_decisions(self, record: Record) -> None:
+        """Keeps a record of decisions, and sends them to all groups concerned."""
+        self._records.append(record)
         for name, (rule, reason) in record["stops"].items():
             logger.info("%s ends: %s (%s)", name, rule, reason)
         stopped = set(record["stops"])
         for number in self.state.folders:
             held = [c.name for c in self.state.of_group(number)]
-            names = held if has_cut else [name for name in held if name in stopped]
-            self._verdicts(number, names)
+            has_cut = bool(record["cutoffs"])
+            self._verdicts(number, [n for n in held if has_cut or n in stopped])
 
     def _verdicts(self, number: int, names: list[str]) -> None:
         found = [self.state.verdict(name) for name in names]

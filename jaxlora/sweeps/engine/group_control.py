@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.errors import JaxloraError
 from jaxlora.run import events
 from jaxlora.run.callback import Callback
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.sweeps.control import report_sweep
+from jaxlora.sweeps.control import point_of, report_sweep
 from jaxlora.sweeps.decisions import compared_steps
 from jaxlora.sweeps.engine import messages as m
 from jaxlora.sweeps.engine.transport import Link
@@ -46,12 +46,7 @@ class GroupControl(Control[SweepReport], Callback):
     """
 
     def __init__(self, link: Link, rules: Sequence[ExitRule]):
-        """Makes the object.
-
-        Args:
-            link: Sends to the driver.
-            rules: The rules of early exit, which say where jobs are compared.
-        """
+        """Makes the object; the rules say where jobs are compared."""
         self._link, self._rules = link, tuple(rules)
         self.version, self.has_begun = 0, False
         self._changed = threading.Condition()
@@ -125,7 +120,7 @@ class GroupControl(Control[SweepReport], Callback):
 
     def _ask_about(self, jobs: Sequence[JobState]) -> None:
         """Sends evaluations, and waits for what is decided about them."""
-        points = tuple(map(_point, jobs))
+        points = tuple(map(point_of, jobs))
         self._undecided |= {job.name for job in jobs}
         self._num_asked += 1
         self._link.send(m.Evaluated(number=self._num_asked, points=points))
@@ -234,8 +229,8 @@ class GroupControl(Control[SweepReport], Callback):
 
     def _is_early(self, give: m.Give) -> bool:
         """Whether a copy comes before the data of the other job have been read."""
-        origin = (give.settings or {}).get("clone_of")
-        return origin is not None and origin["job"] in self._gives
+        origin = None if give.settings is None else give.settings.clone_of
+        return origin is not None and origin.job in self._gives
 
     def _release(self, name: str) -> None:
         """Lets a job leave for another group: at once if there is nothing to save."""
@@ -255,8 +250,9 @@ class GroupControl(Control[SweepReport], Callback):
 
     def _add(self, give: m.Give) -> bool:
         """Reads the data of a job that this run does not know; in another thread."""
+        assert give.settings is not None, "the run has the others"
         try:
-            self._trainer.add_job(LoraJob.model_validate(give.settings))
+            self._trainer.add_job(give.settings)
         except JaxloraError as error:
             self._gives.pop(give.name, None)
             self._refuse(give.name, str(error))
@@ -388,12 +384,6 @@ def _facts(job: JobState) -> m.JobFacts:
     )
 
 
-def _point(job: JobState) -> m.Point:
-    progress = job.progress
-    assert progress.last_eval is not None
-    return job.name, progress.step, progress.last_eval, progress.last_metric
-
-
 def _used_memory() -> float | None:
     """Returns the share of the host's memory that is in use; None: it is not known."""
     try:
@@ -413,11 +403,7 @@ class _Ends:
     """Reports the ends of jobs to the driver, when their weights are on the disk."""
 
     def __init__(self, link: Link):
-        """Makes the object; no job has ended.
-
-        Args:
-            link: Sends to the driver.
-        """
+        """Makes the object; no job has ended."""
         self._link = link
         self._ended: dict[str, JobProgress] = {}
         self._exported: dict[str, int] = {}  # steps of the adapter on the disk

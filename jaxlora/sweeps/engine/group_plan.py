@@ -56,10 +56,6 @@ class GroupPlans:
     ranks: Mapping[str, int]
     seconds: float
 
-    def values(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def of(values: Mapping[str, Any]) -> "GroupPlans":
         """Returns the groups that JSON values describe."""

@@ -66,17 +66,15 @@ def choose(
     A planned group takes its own configurations, in their order. When it has no more,
     it takes over the last one of the group that has most of them left. So a plan whose
     times were wrong leaves no group idle.
-
-    Args:
-        queue: Configurations that may train, in their order.
-        groups: The groups.
-        free: Free slots of each live group.
     """
     open_groups = sorted((n for n in free if free[n] > 0), key=lambda n: (-free[n], n))
     if not any(groups[n].names for n in open_groups):
         fitting = ((c, [n for n in open_groups if _fits(c, groups, n)]) for c in queue)
         found, places = next((one for one in fitting if one[1]), (None, []))
-        return None if found is None else (found, _emptiest(found, places, free))
+        if found is None:
+            return None
+        # The one with the most free slots; another one than before if it can.
+        return found, max(places, key=lambda n: (n != found.left, free[n], -n))
     of_plan = {
         name: (number, place)
         for number, group in enumerate(groups)
@@ -109,20 +107,8 @@ def _fits(found: Configuration, groups: Sequence[Group], number: int) -> bool:
     return limit == most or found.rank <= limit
 
 
-def _emptiest(
-    found: Configuration, places: Sequence[int], free: Mapping[int, int]
-) -> int:
-    """Returns the group with the most free slots, another one than before if it can."""
-    return max(places, key=lambda n: (n != found.left, free[n], -n))
-
-
 def moves(state: SweepState, groups: Sequence[Group]) -> Iterator[Configuration]:
-    """Yields configurations that wait for a slot while other groups have free ones.
-
-    Args:
-        state: The sweep, whose queue is empty.
-        groups: The groups.
-    """
+    """Yields configurations that wait for a slot while other groups have free ones."""
     spare = free_slots(state, groups)
     num_moving = sum(found.is_moving for n in spare for found in state.of_group(n))
     num_free = sum(max(0, count) for count in spare.values()) - num_moving
@@ -148,14 +134,9 @@ def _may_move(state: SweepState, found: Configuration) -> bool:
 
 
 def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | None:
-    """Moves a PEFT folder to its place, where an earlier attempt may have been.
+    """Moves a PEFT folder to its place, where an earlier attempt may have put it.
 
     The move is on the disk when this returns, so that a record may name the place.
-
-    Args:
-        sweep: Folder of the sweep.
-        name: The configuration.
-        folder: Its PEFT folder in the run of a group; missing if it was moved before.
 
     Returns:
         Its place, within the folder of the sweep; None if there is no such folder.
@@ -181,12 +162,7 @@ def keep_adapter(sweep: pathlib.Path, name: str, folder: pathlib.Path) -> str | 
 
 
 def remove_unused(sweep: pathlib.Path, state: SweepState) -> None:
-    """Removes checkpoints of ended workers that no configuration needs.
-
-    Args:
-        sweep: Folder of the sweep.
-        state: The sweep.
-    """
+    """Removes checkpoints of ended workers that no configuration needs."""
     names = [f"{GROUPS}/{path.name}" for path in (sweep / GROUPS).glob("*")]
     with_states = [
         name

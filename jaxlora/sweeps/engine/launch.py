@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from jaxlora.common.atomic import make_folder
+from jaxlora.common.atomic import make_folder, wrap_os_errors
+from jaxlora.device_check import A_GPU
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory.gpu_share import query_gpus
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -50,17 +52,18 @@ class Process:
             environ: Environment variables besides those of this process.
             door: Goes to its standard input, as others cannot see that.
         """
-        make_folder(folder)
         self._folder = folder
-        with open(folder / LOG_FILE, "ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environ},
-                start_new_session=True,
-            )
+        with wrap_os_errors(folder):
+            make_folder(folder)
+            with open(folder / LOG_FILE, "ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **environ},
+                    start_new_session=True,
+                )
         pipe = self._process.stdin
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError), pipe:
@@ -109,12 +112,7 @@ class Launcher:
     host = "127.0.0.1"
 
     def __init__(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]):
-        """Makes the object; no process runs.
-
-        Args:
-            command: Program and arguments of every worker.
-            environs: Environment variables of each group, besides the driver's.
-        """
+        """Makes the object; no process runs."""
         self._command, self._environs = tuple(command), environs
 
     def start(self, group: int, folder: pathlib.Path, door: bytes) -> Process | None:
@@ -143,10 +141,6 @@ def divide(
     Without GPUs, or if JAX_PLATFORMS is `cpu`, each group has as many simulated devices
     as it needs.
 
-    Args:
-        meshes: Mesh of each group.
-        environ: Environment variables of this process.
-
     Raises:
         ConfigError: There are fewer GPUs than the groups need.
     """
@@ -171,6 +165,8 @@ def _gpus(environ: Mapping[str, str]) -> list[str] | None:
     """Returns the GPUs that this process may use; None if there are none at all."""
     visible = environ.get(VISIBLE)
     if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
+        # CUDA ignores what follows an invalid entry.
+        names = map(str.strip, visible.split(","))
+        return list(itertools.takewhile(A_GPU.fullmatch, names))
     found = query_gpus()
     return None if found is None else [gpu.uuid for gpu in found]

@@ -41,13 +41,8 @@ def run_on_host(
 ) -> Lost:
     """Runs the process of a group, unless this host has another folder of that name.
 
-    Args:
-        command: The program and its arguments.
-        folder: Folder of the group's run, which all hosts share.
-        environ: Environment variables besides those of this task, which has the group's
-            devices in CUDA_VISIBLE_DEVICES.
-        door: Goes to the standard input of the process.
-        driver: The process that has the folder of the sweep.
+    This task has the devices of the group in CUDA_VISIBLE_DEVICES, and `door` goes to
+    the standard input of the process.
 
     Returns:
         How it has ended.
@@ -60,12 +55,7 @@ def run_on_host(
 
 
 def not_shared(folder: pathlib.Path, driver: Owner | None) -> str:
-    """Returns why a folder is not the one that the driver has; empty if it is.
-
-    Args:
-        folder: Folder of a group's run, in that of the sweep.
-        driver: The process that has locked the sweep.
-    """
+    """Returns why a group's folder is not the one that the driver has; or empty."""
     path, end = folder.parents[1] / LOCK_FILE, time.monotonic() + _SHARE_SECONDS
     while (found := read_owner(path)) != driver:
         if time.monotonic() > end:
@@ -123,12 +113,7 @@ class RayLauncher(Launcher):
     """
 
     def __init__(self, command: Sequence[str], meshes: Sequence[MeshSizes]):
-        """Makes the object; no process runs.
-
-        Args:
-            command: Program and arguments of every worker.
-            meshes: Mesh of each group, which is within one host.
-        """
+        """Makes the object; each group is within one host."""
         import ray
 
         self.ray, self.host = ray, ray.util.get_node_ip_address()
@@ -218,12 +203,7 @@ class RayLauncher(Launcher):
 def joined_cluster(
     address: str, command: Sequence[str], meshes: Sequence[MeshSizes]
 ) -> Iterator[RayLauncher]:
-    """Joins a Ray cluster that runs, as its driver.
-
-    Args:
-        address: Address of its head, or `auto`.
-        command: Program and arguments of every worker.
-        meshes: Mesh of each group.
+    """Joins a Ray cluster that runs; the address is that of its head, or `auto`.
 
     Raises:
         ConfigError: Ray is not installed, the mode of authentication is not set, or

@@ -67,6 +67,11 @@ class Ledger:
                 raise
         self._seal = seal
 
+    def begin(self, record: Record) -> None:
+        """Adds a record of how the sweep begins, as if it had been read."""
+        self.append([record])
+        self.records.append(record)
+
     def replay(self, follow: Callable[[Record], None]) -> None:
         """Gives the records that were read to a function, and forgets them.
 

@@ -5,29 +5,29 @@ it comes, like a file. So a peer can send messages, but no code, as it could wit
 pickled objects.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+import pydantic
+
+from jaxlora.config import LoraJob
 from jaxlora.run.job_progress import JobProgress
-from jaxlora.run.saved_fields import STRICT, Count, JobName, Size, type_adapter
+from jaxlora.run.saved_fields import STRICT, Count, JobName, Size
 
 Point = tuple[JobName, Count, float, float | None]
 Action = Literal["stop", "pause", "resume", "release", "drop", "begin"]
 
 
-class _Message:
-    """A message; all of its fields must have the right types."""
+class _Checked(pydantic.BaseModel):
+    """Values that are checked: all fields must have the right types."""
 
-    __slots__ = ()
-    __pydantic_config__ = STRICT
+    model_config = STRICT | pydantic.ConfigDict(frozen=True)
 
 
 # ---- to a worker -----------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Begin(_Message):
+class Begin(_Checked):
     """The first message: what to train.
 
     Attributes:
@@ -38,8 +38,7 @@ class Begin(_Message):
     run: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Give(_Message):
+class Give(_Checked):
     """A configuration to train.
 
     Attributes:
@@ -51,11 +50,10 @@ class Give(_Message):
 
     name: str
     sources: tuple[str, ...] = ()
-    settings: dict[str, Any] | None = None
+    settings: LoraJob | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict(_Message):
+class Verdict(_Checked):
     """The decision about a configuration that was evaluated.
 
     Attributes:
@@ -71,8 +69,7 @@ class Verdict(_Message):
     stop: tuple[str, str] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Judged(_Message):
+class Judged(_Checked):
     """All verdicts that follow from a message `Evaluated` were sent.
 
     Attributes:
@@ -82,8 +79,7 @@ class Judged(_Message):
     number: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ask(_Message):
+class Ask(_Checked):
     """A configuration is to do something.
 
     Attributes:
@@ -99,21 +95,18 @@ class Ask(_Message):
     reason: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Finish(_Message):
+class Finish(_Checked):
     """Nothing more will come: the run ends when nothing is left to train."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class End(_Message):
+class End(_Checked):
     """The run is to write a checkpoint and end, as if the driver had ended."""
 
 
 # ---- from a worker ---------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JobFacts:
+class JobFacts(_Checked):
     """A configuration, as a worker has read it.
 
     Attributes:
@@ -138,8 +131,7 @@ class JobFacts:
     clone_step: Count | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ready(_Message):
+class Ready(_Checked):
     """Configurations were read and can be trained.
 
     Attributes:
@@ -149,8 +141,7 @@ class Ready(_Message):
     jobs: tuple[JobFacts, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated(_Message):
+class Evaluated(_Checked):
     """Configurations were evaluated; training waits for `Judged`.
 
     Attributes:
@@ -163,13 +154,11 @@ class Evaluated(_Message):
     points: tuple[Point, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Alive(_Message):
+class Alive(_Checked):
     """The process is not stopped, whatever the thread that trains does."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Progress(_Message):
+class Progress(_Checked):
     """The thread that trains is alive; sent every few seconds.
 
     Attributes:
@@ -183,8 +172,7 @@ class Progress(_Message):
     memory: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ended(_Message):
+class Ended(_Checked):
     """A configuration has ended, and its files are on the disk.
 
     One that cannot be trained has failed.
@@ -201,8 +189,7 @@ class Ended(_Message):
     folder: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Saved(_Message):
+class Saved(_Checked):
     """A checkpoint of this group has the state of a configuration, if it has any.
 
     Attributes:
@@ -214,8 +201,7 @@ class Saved(_Message):
     is_released: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Failed(_Message):
+class Failed(_Checked):
     """The worker ends by an error.
 
     Attributes:
@@ -235,8 +221,7 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 def encode(message: Message) -> bytes:
     """Returns the bytes of a message."""
-    kind = type(message)
-    return kind.__name__.encode() + b" " + type_adapter(kind).dump_json(message)
+    return f"{type(message).__name__} {message.model_dump_json()}".encode()
 
 
 def decode(data: bytes) -> Any:
@@ -249,4 +234,4 @@ def decode(data: bytes) -> Any:
     kind = _KINDS.get(name.decode(errors="replace"))
     if kind is None:
         raise ValueError(f"{data[:200]!r} is no message of a sweep.")
-    return type_adapter(kind).validate_json(fields)
+    return kind.model_validate_json(fields)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.run.clone_settings import clone_settings, settings_to_add
 from jaxlora.run.job_progress import JobProgress, JobStatus
@@ -29,9 +28,6 @@ class Requests:
 
     def __init__(self, folder: pathlib.Path):
         """Opens the folder of the requests.
-
-        Args:
-            folder: Folder of the sweep, which is locked.
 
         Raises:
             ConfigError: Other users may write to the folder of the requests.
@@ -109,11 +105,6 @@ def _do(driver: Driver, request: ControlRequest) -> str:
 def clone(driver: Driver, name: str, settings: Mapping[str, Any]) -> str:
     """Adds a copy of a configuration, which starts in its group.
 
-    Args:
-        driver: The driver.
-        name: The configuration.
-        settings: Settings that differ, and the copy's name if it is given.
-
     Returns:
         The name of the copy.
 
@@ -129,8 +120,7 @@ def clone(driver: Driver, name: str, settings: Mapping[str, Any]) -> str:
         )
     changes = dict(settings)
     new_name = changes.pop("name", None)
-    job = LoraJob.model_validate(found.settings)
-    copy = clone_settings(job, changes, new_name)
+    copy = clone_settings(found.settings, changes, new_name)
     driver.add(copy)
     return copy.name
 
@@ -192,7 +182,7 @@ def run_status(driver: Driver) -> RunStatus:
         jobs.append(
             JobStatus(
                 name=found.name,
-                rank=found.settings["rank"] if facts is None else facts.trained_rank,
+                rank=found.settings.rank if facts is None else facts.trained_rank,
                 num_modules=0 if facts is None else facts.num_modules,
                 num_steps=1 if facts is None else facts.num_steps,
                 batch_tokens=1.0 if facts is None else facts.batch_tokens,

@@ -5,11 +5,11 @@ import json
 import math
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.common.atomic import write_text
-from jaxlora.config import LoraJob, RunConfig
+from jaxlora.config import RunConfig
 from jaxlora.errors import CheckpointError
 from jaxlora.run.log import DROPPED_FILE, METRICS_FILE, read_events
 from jaxlora.sweeps import files
@@ -43,7 +43,9 @@ def write_result(
     """
     folder = pathlib.Path(config.output_dir)
     found = list(state.configurations.values())
-    logs = {run: list(_logged(run)) for run in sorted((folder / GROUPS).glob("*"))}
+    known = state.configurations
+    runs = sorted((folder / GROUPS).glob("*"))
+    logs = {run: list(_logged(run, known)) for run in runs}
     events = itertools.chain.from_iterable(logs.values())
     events = sorted(events, key=lambda event: event.get("time", 0.0))
     _write_events(folder, events, state)
@@ -74,11 +76,6 @@ def _write_events(
 
     What a lost worker did after its last checkpoint happens again in another one. As in
     the log of a run, the earlier events are kept in a file of their own.
-
-    Args:
-        folder: Folder of the sweep.
-        events: The events, in their order.
-        state: The configurations.
     """
     found: dict[str, list[_Event]] = {METRICS_FILE: [], DROPPED_FILE: []}
     seen = set()
@@ -100,7 +97,7 @@ def _write_events(
 
 
 def _trial(folder: pathlib.Path, found: Configuration) -> Trial:
-    settings, facts = LoraJob.model_validate(found.settings), found.facts
+    settings, facts = found.settings, found.facts
     adapter = None if found.folder is None else folder / found.folder
     return Trial(
         name=found.name,
@@ -118,7 +115,7 @@ def _trial(folder: pathlib.Path, found: Configuration) -> Trial:
 _NUMBERS = {"window": "seconds", "step": "num_tokens"}
 
 
-def _logged(run: pathlib.Path) -> Iterator[_Event]:
+def _logged(run: pathlib.Path, jobs: Container[str]) -> Iterator[_Event]:
     """Yields what a worker has logged.
 
     Raises:
@@ -128,10 +125,14 @@ def _logged(run: pathlib.Path) -> Iterator[_Event]:
         kind, numbers = event["event"], [event.get("time", 0.0)]
         if kind in _NUMBERS:
             numbers.append(event.get(_NUMBERS[kind]))
-        if not all(map(is_number, numbers)) or (kind == "step" and "job" not in event):
+        is_of_job = "job" in event or kind == "step"
+        if not all(map(is_number, numbers)) or (
+            is_of_job and event.get("job", "") not in jobs
+        ):
             raise CheckpointError(
-                f"{run / METRICS_FILE} holds a {kind} without its job or its numbers. "
-                "Remove that line, or move the file away."
+                f"{run / METRICS_FILE} holds a {kind} of no configuration of this "
+                "sweep, or without its numbers. Remove that line, or move the file "
+                "away."
             )
         yield event
 

@@ -1,6 +1,7 @@
 """Runs a sweep over several groups of devices: the place where its parts are joined."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -79,8 +80,7 @@ def run_groups(
         if config.sweep.groups == "auto" and not has_ledger(folder):
             plans = plan_in_process(config)  # before the sweep has begun
         ledger = opened.enter_context(contextlib.closing(_open(folder, resume=resume)))
-        jobs = [job.model_dump(mode="json") for job in config.jobs]
-        state = SweepState(jobs, config.sweep.early_exit, config.sweep.metric)
+        state = SweepState(config.jobs, config.sweep.early_exit, config.sweep.metric)
         check_same_sweep(state, ledger)
         if config.sweep.groups == "auto":
             plans = _kept(plans, config, ledger)
@@ -132,15 +132,12 @@ def _open(folder: pathlib.Path, *, resume: bool) -> Ledger:
 def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
     """Refuses a ledger of another sweep, and keeps in a new one what must not change.
 
-    Args:
-        state: The sweep as it is before the records of the ledger.
-        ledger: The ledger, whose first record has the settings.
-
     Raises:
         CheckpointError: A configuration is missing, its settings differ, or the metric
             or the rungs of halving do.
     """
-    now = {c.name: dict(c.settings) for c in state.configurations.values()}
+    found = state.configurations.values()
+    now = {c.name: c.settings.model_dump(mode="json") for c in found}
     rules = state.decisions.rules
     if not ledger.records:
         record = {
@@ -149,8 +146,7 @@ def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
             "halving": halving_of(rules),
             "metric": state.decisions.metric.name,
         }
-        ledger.append([record])
-        ledger.records.append(record)
+        ledger.begin(record)
         return
     check_same_rungs(
         rules, ledger.records[0].get("halving"), "the sweep that has begun"
@@ -163,17 +159,18 @@ def check_same_sweep(state: SweepState, ledger: Ledger) -> None:
             "output_dir."
         )
     for job in ledger.records[0]["jobs"]:
-        other = now.get(job["name"])
+        name = str(job.get("name"))
+        other = now.get(name)
         if other is None:
             raise CheckpointError(
-                f"configuration {job['name']!r} is in the sweep that has begun, and "
+                f"configuration {name!r} is in the sweep that has begun, and "
                 "not in this one. Restore it, or choose another output_dir."
             )
         differ = [key for key in job if job[key] != other.get(key)]
         if differ:
             key = differ[0]
             raise CheckpointError(
-                f"configuration {job['name']!r}: {key} is {json.dumps(job[key])} in "
+                f"configuration {name!r}: {key} is {json.dumps(job[key])} in "
                 f"the sweep that has begun, and {json.dumps(other.get(key))} now. "
                 "Restore it, or choose another output_dir."
             )
@@ -239,9 +236,8 @@ def _kept(plans: GroupPlans | None, config: RunConfig, ledger: Ledger) -> GroupP
     if begun:
         return GroupPlans.of(begun[-1])
     plans = plans or plan_in_process(config)
-    record = {"kind": "plan", **plans.values()}
-    ledger.append([record])
-    ledger.records.append(record)
+    record = {"kind": "plan", **dataclasses.asdict(plans)}
+    ledger.begin(record)
     logger.info(
         "groups: auto: %s; %.1f s predicted, if none ends early",
         "; ".join(

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from jaxlora.common.job_name import check_job_name
 from jaxlora.config import LoraJob
 from jaxlora.config.sweep_config import ExitRule, Metric
 from jaxlora.run.folder import ADAPTERS
@@ -24,16 +23,7 @@ GROUPS = "groups"  # folder of the runs of all groups, in that of the sweep
 Record = dict[str, Any]  # `kind`, and the parameters of `SweepState._on_<kind>`
 
 
-def _has_name(settings: dict[str, Any]) -> dict[str, Any]:
-    name = settings.get("name")
-    if not isinstance(name, str):
-        raise ValueError("the settings of a configuration must have a name.")
-    check_job_name(name)
-    return settings
-
-
-_Settings = Annotated[dict[str, Any], AfterValidator(_has_name)]
-_Stops = dict[JobName, tuple[str, str]]
+_Stops = dict[JobName, Stop]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -43,7 +33,7 @@ class Configuration:
     Attributes:
         name: Its name.
         number: Its place in the order in which configurations are given.
-        settings: Its settings, as JSON values.
+        settings: Its settings.
         is_late: Whether it came after the sweep had begun, so that workers learn its
             settings when it is given.
         group: Group that trains it; None if none does.
@@ -61,7 +51,7 @@ class Configuration:
 
     name: str
     number: int
-    settings: Mapping[str, Any]
+    settings: LoraJob
     is_late: bool = False
     group: int | None = None
     sources: list[str] = dataclasses.field(default_factory=list)
@@ -78,24 +68,24 @@ class Configuration:
     @property
     def rank(self) -> int:
         """Largest LoRA rank of its modules, as far as that is known."""
-        return self.settings.get("rank", 0) if self.facts is None else self.facts.rank
+        return self.settings.rank if self.facts is None else self.facts.rank
 
     @property
     def priority(self) -> int:
         """Priority of the configuration; higher ones train first."""
-        return self.settings.get("priority", 0)
+        return self.settings.priority
 
     @property
     def origin(self) -> str | None:
         """Names the configuration that it is a copy of; None if it starts anew."""
-        found = self.settings.get("clone_of")
-        return None if found is None else found["job"]
+        found = self.settings.clone_of
+        return None if found is None else found.job
 
     @property
     def first_step(self) -> int | None:
         """Steps of the other configuration when a copy starts; None if not known."""
-        found = self.settings.get("clone_of")
-        return None if found is None else found["step"]
+        found = self.settings.clone_of
+        return None if found is None else found.step
 
     @property
     def awaits_origin(self) -> bool:
@@ -119,17 +109,11 @@ class SweepState(Mapping[str, Curve]):
 
     def __init__(
         self,
-        jobs: Iterable[Mapping[str, Any]],
+        jobs: Iterable[LoraJob],
         rules: Sequence[ExitRule],
         metric: Metric | None = None,
     ):
-        """Makes the state of a sweep that has not begun.
-
-        Args:
-            jobs: Settings of the configurations, as JSON values, with their names.
-            rules: The rules of early exit.
-            metric: What configurations are compared by; None: the held-out loss.
-        """
+        """Makes the state of a sweep that has not begun."""
         self.configurations: dict[str, Configuration] = {}
         self.decisions = Decisions(rules, metric)
         self.places: dict[str, dict[str, float]] = {}
@@ -157,8 +141,8 @@ class SweepState(Mapping[str, Curve]):
             raise ValueError(f"there is no configuration {name!r}.")
         return self.configurations[name]
 
-    def _add(self, settings: Mapping[str, Any], *, is_late: bool) -> None:
-        name, number = settings["name"], len(self.configurations)
+    def _add(self, settings: LoraJob, *, is_late: bool) -> None:
+        name, number = settings.name, len(self.configurations)
         self.configurations[name] = Configuration(
             name=name, number=number, settings=settings, is_late=is_late
         )
@@ -168,7 +152,7 @@ class SweepState(Mapping[str, Curve]):
 
     def _on_sweep(
         self,
-        jobs: list[_Settings],
+        jobs: list[dict[str, Any]],
         halving: dict[Literal["eta", "first"], float] | None = None,
         metric: str | None = None,
     ) -> None:
@@ -186,13 +170,12 @@ class SweepState(Mapping[str, Curve]):
         for group in list(self.folders):
             self._on_lost(group=group, reason="")
 
-    def _on_job(self, settings: _Settings, place: dict[str, float] | None) -> None:
-        origin = LoraJob.model_validate(settings).clone_of
-        if origin is not None:
-            self._find(origin.job)
+    def _on_job(self, settings: LoraJob, place: dict[str, float] | None) -> None:
+        if settings.clone_of is not None:
+            self._find(settings.clone_of.job)
         if place is not None:
-            self.places[settings["name"]] = place
-        if settings["name"] not in self.configurations:  # else, the run file has it now
+            self.places[settings.name] = place
+        if settings.name not in self.configurations:  # else, the run file has it now
             self._add(settings, is_late=True)
 
     def _on_facts(self, jobs: list[JobFacts]) -> None:
@@ -200,10 +183,10 @@ class SweepState(Mapping[str, Curve]):
             found = self._find(facts.name)
             found.facts = facts
             if facts.clone_step is not None:
-                if found.origin is None:
+                if (origin := found.settings.clone_of) is None:
                     raise ValueError(f"{found.name} is no copy.")
-                start = {"job": found.origin, "step": facts.clone_step}
-                found.settings = {**found.settings, "clone_of": start}
+                start = origin.model_copy(update={"step": facts.clone_step})
+                found.settings = found.settings.model_copy(update={"clone_of": start})
 
     def _on_start(self, group: Count, folder: str) -> None:
         if folder != self.next_folder(group):
@@ -258,8 +241,7 @@ class SweepState(Mapping[str, Curve]):
     def _on_decided(self, cutoffs: list[float], stops: _Stops) -> None:
         for name in stops:
             self._find(name)
-        found = {name: Stop(rule=r, reason=why) for name, (r, why) in stops.items()}
-        self.decisions.repeat(Decided(cutoffs=tuple(cutoffs), stops=found))
+        self.decisions.repeat(Decided(cutoffs=tuple(cutoffs), stops=stops))
         if cutoffs or stops:
             self._queue = None
 
@@ -294,8 +276,7 @@ class SweepState(Mapping[str, Curve]):
 
     def note(self, points: Sequence[Point]) -> Record:
         """Decides after evaluations; returns the record of both."""
-        values = {name: value for name, _, _, value in points if value is not None}
-        found = self.decisions.note(((n, s, x) for n, s, x, _ in points), self, values)
+        found = self.decisions.note(points, self)
         if found.cutoffs or found.stops:
             self._queue = None
         return {"kind": "eval", "points": list(points), **_values(found)}
@@ -314,9 +295,8 @@ class SweepState(Mapping[str, Curve]):
         if not points:
             return None
         step, stop = points[-1][0], self.decisions.stops.get(name)
-        why = None if stop is None else (stop.rule, stop.reason)
         waits = self.waits(self.configurations[name])
-        return Verdict(name=name, step=step, waits=waits, stop=why)
+        return Verdict(name=name, step=step, waits=waits, stop=stop)
 
     # ---- what the rules see --------------------------------------------------------
 
@@ -467,5 +447,4 @@ def check_record(record: Record) -> dict[str, Any]:
 
 
 def _values(decided: Decided) -> dict[str, Any]:
-    stops = {name: [stop.rule, stop.reason] for name, stop in decided.stops.items()}
-    return {"cutoffs": list(decided.cutoffs), "stops": stops}
+    return {"cutoffs": list(decided.cutoffs), "stops": dict(decided.stops)}

@@ -75,11 +75,7 @@ class Workers:
     """
 
     def __init__(self, launcher: Launcher):
-        """Listens for workers; none runs yet.
-
-        Args:
-            launcher: Starts their processes.
-        """
+        """Listens for workers; none runs yet."""
         self._launcher, self._key = launcher, secrets.token_bytes(32)
         self._listener = Listener((launcher.host, 0), "AF_INET", _BACKLOG)
         self._address = self._listener.address
@@ -138,10 +134,6 @@ class Workers:
     def start(self, group: int, folder: pathlib.Path) -> bool:
         """Starts the worker of a group, unless its devices are not available now.
 
-        Args:
-            group: Number of the group.
-            folder: Folder of its run and of the worker's log, which is created.
-
         Returns:
             Whether it was started.
         """
@@ -163,8 +155,7 @@ class Workers:
     def receive(self, timeout: float) -> list[tuple[int, m.FromWorker | Lost]]:
         """Returns what has arrived, with its group, in order of arrival.
 
-        Args:
-            timeout: Seconds to wait if nothing has.
+        If nothing has, it waits for up to `timeout` seconds.
 
         Raises:
             ProcessError: Workers cannot be started any more. Later calls still return
@@ -263,11 +254,7 @@ class Link:
     """The worker's end of a connection, which receives in a thread of its own."""
 
     def __init__(self, connection: Connection):
-        """Makes the object; `listen` comes next.
-
-        Args:
-            connection: The connection to the driver.
-        """
+        """Makes the object; `listen` comes next."""
         self._connection, self._sending = connection, threading.Lock()
 
     @staticmethod
@@ -291,12 +278,7 @@ class Link:
     def listen(
         self, receive: Callable[[m.ToWorker], None], ended: Callable[[], None]
     ) -> None:
-        """Receives messages in a thread of its own.
-
-        Args:
-            receive: Is called with each message of the driver.
-            ended: Is called when the driver has ended or wants this process to end.
-        """
+        """Receives messages in a thread of its own, until the driver has ended."""
 
         def read() -> None:
             try:

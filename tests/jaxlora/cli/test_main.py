@@ -183,7 +183,9 @@ def test_plan(folder, capsys, tmp_path):
     assert re.search(rf"wrote {picture}: microbatches 1 to (\d+) of \1\b", text)
     assert picture.read_bytes().startswith(b"\x89PNG")
     mesh = "data=2,fsdp=2"
-    text = said(capsys, "plan", folder / "run.yaml", "--mesh", mesh, "--steps", 1)
+    arguments = folder / "run.yaml", "--mesh", mesh, "--steps", 1
+    text = said(capsys, "plan", *arguments, "--picture", picture)
+    assert re.search(r"microbatches 1 to (\d+) of \1\b", text)
     assert mesh in text
 
 

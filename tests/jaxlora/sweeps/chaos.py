@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 
+from jaxlora import LoraJob
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.run.lock import RunLock
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -55,7 +56,7 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
     rng = random.Random(f"{options['seed']} driver {number}")
     jobs = [{"name": f"c{i}"} for i in range(options["jobs"])]
     rules = [ExitRule(type="halving")] if options["halving"] else []
-    state = SweepState(jobs, rules)
+    state = SweepState([LoraJob(**job, data={"path": "x"}) for job in jobs], rules)
     own = "slots", "steps", "every", "kills", "signal", "pause"
     fake = {key: options[key] for key in own if key in options}
     seconds = options.get("stopped_seconds", driver._STOPPED_SECONDS)

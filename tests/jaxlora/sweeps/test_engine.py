@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 
-from jaxlora import RunConfig, Sweep
+from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.common import atomic
 from jaxlora.config.sweep_config import ExitRule, Metric
-from jaxlora.errors import CheckpointError, ConfigError, ProcessError
+from jaxlora.errors import CheckpointError, ConfigError, ProcessError, StorageError
 from jaxlora.run.folder import SWEEP_LEDGER, check_folder
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.live.client import send
@@ -45,9 +45,14 @@ def planned(names: str, slot_rank: int, num_slots: int = 1) -> Group:
     return Group(num_slots=num_slots, run={}, slot_rank=slot_rank, names=own)
 
 
+def made_job(name: str, rank: int, **settings) -> LoraJob:
+    given = {"data": {"path": "x"}, "eval_fraction": 0.1, **settings}
+    return LoraJob(name=name, rank=rank, **given)
+
+
 def configurations(ranks: dict[str, int], **priorities: int) -> SweepState:
     jobs = [
-        {"name": name, "rank": rank, "priority": priorities.get(name, 0)}
+        made_job(name, rank, priority=priorities.get(name, 0))
         for name, rank in ranks.items()
     ]
     return SweepState(jobs, [])
@@ -201,11 +206,11 @@ def make(tmp_path):
     def driver(
         jobs=4, workers=None, rules=(), search=None, slots=1, groups=2, metric=None
     ):
-        settings = [{"name": f"c{i}", "rank": 2} for i in range(jobs)]
+        found = [made_job(f"c{i}", 2) for i in range(jobs)]
         if search is not None:
-            config = search_run()
-            settings = [job.model_dump(mode="json") for job in config.jobs]
-        state, ledger = SweepState(settings, rules, metric), Ledger(tmp_path)
+            found = search_run().jobs
+        settings = [job.model_dump(mode="json") for job in found]
+        state, ledger = SweepState(found, rules, metric), Ledger(tmp_path)
         check_same_sweep(state, ledger)
         made = [Group(num_slots=slots, run={"jobs": settings}) for _ in range(groups)]
         workers = workers or InstantWorkers()
@@ -292,9 +297,6 @@ def test_requests(make, tmp_path):
 
 
 def copy_of(driver, of: str, **changes) -> str:
-    """Copies a configuration that trains; the settings of a test are too few."""
-    found = driver.state.configurations[of]
-    found.settings = {"data": {"path": "x"}, "eval_fraction": 0.1, **found.settings}
     return clone(driver, of, {"learning_rate": 1e-3, **changes})
 
 
@@ -316,7 +318,7 @@ def test_a_copy_starts_in_the_group_of_its_configuration(make):
     driver.flush()
     facts = m.JobFacts(name="copy", num_steps=STEPS, clone_step=3)
     driver._take([(group, m.Ready(jobs=(facts,)))])
-    assert copy.settings["clone_of"] == {"job": "c1", "step": 3}
+    assert (copy.origin, copy.first_step) == ("c1", 3)
     assert driver.state["copy"].step == 3  # no rung before it waits for the copy
     assert driver._outbox[group] == [m.Ask(action="begin", name="copy")]
     driver._take([(group, m.Saved(name="copy", is_released=False))])
@@ -388,7 +390,7 @@ def test_a_search_suggests_to_all_groups_and_continues(make, monkeypatch):
     assert not second.run()
     found = second.state.configurations
     assert list(found)[: len(given)] == given and len(found) == 5
-    assert len({c.settings["learning_rate"] for c in found.values()}) == 5
+    assert len({c.settings.learning_rate for c in found.values()}) == 5
     assert set(statuses(second).values()) == {"finished"}
     # At most as many are open as there are slots, and the results are known.
     for tried in asked:
@@ -424,6 +426,13 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
     monkeypatch.setattr(driving, "_MOST_FAILURES", 2)
     with pytest.raises(ProcessError, match=r"all 2 groups .* 2 times.*--resume"):
         make(jobs=5, workers=InstantWorkers(dies=99)).run()
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
+    (tmp_path / "groups").touch()
+    launcher = Launcher((sys.executable, "-c", ""), [{}])
+    with pytest.raises(StorageError, match="groups"):
+        launcher.start(0, tmp_path / "groups" / "0-1", b"")
 
 
 def test_a_lost_worker_leaves_no_temporary_files(make, tmp_path):

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from jaxlora import LoraJob
 from jaxlora.config.sweep_config import ExitRule
 from jaxlora.sweeps.engine.ledger import Ledger
 from jaxlora.sweeps.engine.state import SweepState
@@ -57,7 +58,8 @@ def sweep(folder: pathlib.Path, **given) -> int:
 def check_accounted(folder: pathlib.Path, num_jobs: int, num_worker_kills: int) -> None:
     """Every configuration ended as it would have without a kill, and in the ledger."""
     names = [f"c{i}" for i in range(num_jobs)]
-    state = SweepState([{"name": name} for name in names], [ExitRule(type="halving")])
+    found = [LoraJob(name=name, data={"path": "x"}) for name in names]
+    state = SweepState(found, [ExitRule(type="halving")])
     with contextlib.closing(Ledger(folder)) as ledger:
         records = list(ledger.records)
         ledger.replay(state.apply)

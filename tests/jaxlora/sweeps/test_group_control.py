@@ -85,8 +85,8 @@ def refused(name: str, reason: str) -> m.Ended:
     return m.Ended(name=name, progress=progress)
 
 
-def settings(name: str) -> dict:
-    return {"name": name, "data": {"path": "a"}, "eval_fraction": 0.1}
+def settings(name: str, **changes) -> LoraJob:
+    return LoraJob(name=name, data={"path": "a"}, eval_fraction=0.1, **changes)
 
 
 def test_requests_wait_until_a_configuration_has_joined(control):
@@ -138,8 +138,8 @@ def test_a_configuration_that_is_being_read_may_be_released(control):
     assert control.waiting_reason(control.trainer.jobs[-1]) is not None
 
 
-def copy_settings(name: str, origin: str) -> dict:
-    return settings(name) | {"clone_of": {"job": origin, "step": 2}}
+def copy_settings(name: str, origin: str) -> LoraJob:
+    return settings(name, clone_of={"job": origin, "step": 2})
 
 
 def test_a_copy_comes_after_its_job_and_is_saved_at_once(control):
@@ -155,7 +155,7 @@ def test_a_copy_comes_after_its_job_and_is_saved_at_once(control):
     receive(control)
     control._opener.shutdown()
     jobs.append(Job("copy"))
-    jobs[-1].prepared.settings = LoraJob.model_validate(copy_settings("copy", "late"))
+    jobs[-1].prepared.settings = copy_settings("copy", "late")
     receive(control)
     assert control.waiting_reason(jobs[-1]) is None and not control.wants_checkpoint()
     jobs[-1].parked = object()  # the state of the other job
@@ -168,7 +168,7 @@ def test_a_copy_without_a_state_is_refused_where_its_job_is_not(control):
     control._opener.shutdown()
     control.trainer.jobs.append(Job("copy"))
     job = control.trainer.jobs[-1]
-    job.prepared.settings = LoraJob.model_validate(copy_settings("copy", "c0"))
+    job.prepared.settings = copy_settings("copy", "c0")
     receive(control)
     reason = "c0 has ended, and its copy has no state"
     assert control._link.messages[-1] == refused("copy", reason)

@@ -25,10 +25,8 @@ from jaxlora.sweeps.ranking import SweepReport
 from tests.jaxlora.train.made_run import write_export
 
 NAMES = "c0", "c1", "c2"
-JOBS = [
-    LoraJob(name=name, data={"path": "x"}, eval_fraction=0.1).model_dump(mode="json")
-    for name in NAMES
-]
+GIVEN = [LoraJob(name=n, data={"path": "x"}, eval_fraction=0.1) for n in NAMES]
+JOBS = [job.model_dump(mode="json") for job in GIVEN]
 
 
 class Idle(Workers):
@@ -94,7 +92,7 @@ def resume(folder) -> SweepReport:
     """Takes up a sweep, as `--resume` does, and removes the adapters not kept."""
     rules = [ExitRule(type="halving")]
     with contextlib.closing(Ledger(folder)) as ledger:
-        state = SweepState(JOBS, rules)
+        state = SweepState(GIVEN, rules)
         check_same_sweep(state, ledger)
         groups = [Group(num_slots=1, run={"jobs": JOBS}) for _ in range(2)]
         Driver(folder, state, ledger, Idle(), groups)
@@ -111,7 +109,7 @@ def sweep(tmp_path):
     """A sweep whose driver was killed, beside another run."""
     folder = tmp_path / "sweep"
     with contextlib.closing(Ledger(folder)) as ledger:
-        check_same_sweep(SweepState(JOBS, [ExitRule(type="halving")]), ledger)
+        check_same_sweep(SweepState(GIVEN, [ExitRule(type="halving")]), ledger)
         ledger.append(records())
     for name in (*NAMES, "late"):
         write_export(folder / "adapters" / name, name, 4)
@@ -248,6 +246,7 @@ def test_a_line_that_a_kill_cut_short_is_dropped(sweep):
         {"event": "window", "seconds": 1, "time": "now"},
         {"event": "step", "job": "a", "step": 1, "loss": 1.0},
         {"event": "step", "loss": 1.0, "num_tokens": 3},
+        {"event": "job_end", "job": "other", "step": 1},
     ],
 )
 def test_logs_of_groups_are_checked(tmp_path, event):
@@ -256,7 +255,7 @@ def test_logs_of_groups_are_checked(tmp_path, event):
     line = json.dumps({"round": 1, **event}) + "\n"
     (run / "metrics.jsonl").write_text(2 * line)
     with pytest.raises(CheckpointError, match=r"metrics.jsonl holds a .* without its"):
-        list(_logged(run))
+        list(_logged(run, {"a"}))
 
 
 def test_links_lead_nothing_out_of_a_sweep(sweep, tmp_path):
@@ -266,7 +265,7 @@ def test_links_lead_nothing_out_of_a_sweep(sweep, tmp_path):
     before = tree(other)
     (sweep / "groups").mkdir()
     (sweep / "groups" / "0-1").symlink_to(other)
-    state = SweepState(JOBS, [])
+    state = SweepState(GIVEN, [])
     remove_unused(sweep, state)
     with pytest.raises(StorageError, match="a link leads out of the folder"):
         keep_adapter(sweep, "c1", sweep / "groups" / "0-1" / "adapters" / "c1")

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from jaxlora import LoraJob, Sweep
+from jaxlora.errors import StorageError
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.sweeps import files
 from jaxlora.sweeps.engine.result import work_of
@@ -156,6 +157,14 @@ def test_what_was_never_evaluated_is_not_merged(tmp_path):
         SweepReport.of(Sweep(), [trial("a", None, folder)], []), tmp_path, "", None
     )
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_file_in_the_place_of_the_merged_folder_is_reported(tmp_path):
+    folder = write_export(tmp_path / "a", "a", 3)
+    (tmp_path / "merged").touch()
+    found = SweepReport.of(Sweep(), [trial("a", 1.0, folder)], [])
+    with pytest.raises(StorageError, match="merged"):
+        merge_best(found, tmp_path, "base", None)
 
 
 def test_the_table_is_csv(report):

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from jaxlora.scheduler.stream import stream
-from jaxlora.scheduler.stream.plan_ahead import PlanAhead
 from jaxlora.train.execute.executor import Executor
 from tests.jaxlora.train.test_contracts import assert_same_training
 
@@ -97,7 +96,7 @@ def plan_only_when_asked(monkeypatch):
     """No plan is ready when it is needed."""
     asked = threading.Event()
     names = "__init__", "prepare", "take", "close"
-    original = {name: getattr(PlanAhead, name) for name in names}
+    original = {name: getattr(stream.PlanAhead, name) for name in names}
 
     def init(self, plan):
         def plan_when_asked(state):
@@ -120,11 +119,11 @@ def plan_only_when_asked(monkeypatch):
 
     changed = {"__init__": init, "prepare": prepare, "take": take, "close": close}
     for name, function in changed.items():
-        monkeypatch.setattr(PlanAhead, name, function)
+        monkeypatch.setattr(stream.PlanAhead, name, function)
 
 
 def plan_never_ahead(monkeypatch):
-    monkeypatch.setattr(PlanAhead, "prepare", lambda self, state: None)
+    monkeypatch.setattr(stream.PlanAhead, "prepare", lambda self, state: None)
 
 
 def test_when_plans_are_made_changes_nothing(train, busy, monkeypatch):

@@ -261,6 +261,8 @@ def test_settings_of_groups_are_checked(make):
     with pytest.raises(ConfigError, match=r"2 \+ 2 = 4 GPUs, and this host has 3"):
         meshes = Sweep(groups=[2, 2]).meshes("")
         divide(meshes, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    with pytest.raises(ConfigError, match="this host has 2: 0, 1"):
+        divide(meshes, {"CUDA_VISIBLE_DEVICES": "0,1,-1,2,3"})  # CUDA stops at -1
     found = divide(meshes[:1] * 2, {"CUDA_VISIBLE_DEVICES": "3,5,6,7"})
     assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == ["3,5", "6,7"]
 

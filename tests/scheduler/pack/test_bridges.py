@@ -60,7 +60,7 @@ def test_schedules_are_legal_or_there_is_none(seed, data):
 
 def pair(rng, ways):
     """Makes a pair with random savings, and work in three ticks."""
-    nothing = bridges._Side([], np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0))
+    nothing = bridges._Side([], np.zeros((2, 0, 0)), np.zeros(0))
     return bridges._Pair(
         sides=(nothing, nothing),
         saved=rng.uniform(-20, 10, ways),

@@ -8,6 +8,7 @@ from jaxlora.scheduler.pack.fill import fill_slot
 from jaxlora.scheduler.pack.jobs import (
     BatchCursor,
     BatchSource,
+    JobBatches,
     JobQueue,
     WorkModel,
     job_batches,
@@ -25,20 +26,29 @@ def cursor(job, rng, num_batches=3):
         ]
         for b in range(num_batches)
     ]
-    source = BatchSource(batches, WORK, LIMITS)
+    return started(
+        JobBatches(
+            batches=batches,
+            num_batches=num_batches,
+            batch_tokens=0.0,
+            urgency_per_batch=float(rng.integers(1, 4)),
+            priority=int(rng.integers(2)),
+        )
+    )
+
+
+def started(job: JobBatches) -> BatchCursor:
+    source = BatchSource(job.batches, WORK, LIMITS)
+    each = job.urgency_per_batch or 1.0
     return BatchCursor(
-        source=source,
-        num_batches=num_batches,
-        urgency_per_batch=float(rng.integers(1, 4)),
-        items=source.batch(0),
-        priority=int(rng.integers(2)),
+        of=job, source=source, urgency_per_batch=each, items=source.batch(0)
     )
 
 
 def in_order(jobs: list[BatchCursor], slot: int) -> list[int]:
     """The definition: by priority, started jobs first, then the most urgent ones."""
     ready = [i for i, job in enumerate(jobs) if job.ready <= slot and job.items]
-    rank = lambda job: (-job.priority, not job.is_started, -job.urgency)
+    rank = lambda job: (-job.of.priority, not job.is_started, -job.urgency)
     return sorted(ready, key=lambda i: (*rank(jobs[i]), i))
 
 
@@ -83,15 +93,7 @@ def test_a_slot_looks_at_few_jobs():
 
         queue = Counting()
         for job in job_batches(samples):
-            source = BatchSource(job.batches, WORK, LIMITS)
-            queue.add(
-                BatchCursor(
-                    source=source,
-                    num_batches=1,
-                    urgency_per_batch=1.0,
-                    items=source.batch(0),
-                )
-            )
+            queue.add(started(job))
         slot = 0
         while queue:
             fill_slot(queue, slot, 512, LIMITS, 1)
@@ -109,24 +111,6 @@ def test_many_jobs_fill_microbatches():
     cost = CostModel.uniform(1, forward=token, backward=token)
     schedule = joint.pack(samples, LIMITS, Pipeline(), cost)
     assert schedule.fill > 0.8
-
-
-@pytest.mark.parametrize(
-    ("batches", "message"),
-    [
-        ([[(0, 0)], []], "global batch 1 of a job has 0 samples"),
-        ([[(0, 0), (0, 1)]], r"with the \(job, batch\) \[\(0, 0\), \(0, 1\)\]"),
-        ([[(0, 1)], [(0, 0)]], "batch 0 of job 0 follows batch 1 of job 0"),
-        ([[(0, 0)], [(1, 1)]], "batch 1 of job 1 follows batch 0 of job 0"),
-    ],
-)
-def test_refuses_invalid_batches(batches, message):
-    samples = [
-        [Sample(owner=j, batch=b, index=0, num_tokens=9) for j, b in batch]
-        for batch in batches
-    ]
-    with pytest.raises(ValueError, match=message):
-        BatchSource(samples, WORK, LIMITS).batch(1)
 
 
 def test_a_job_is_alone_before_its_batch_begins():

@@ -76,14 +76,14 @@ def test_variants_have_the_makespans_of_the_simulator(seed, data):
     draw = lambda n: ticks(rng.integers(1, 512, n) * (rng.random(n) < 0.7))
     whole = draw(num)
     variants = [whole[:first] + draw(last - first) + whole[last:] for _ in range(4)]
-    segment = Segment(*sizes(whole, cost), first, last, cost, pipeline)
-    tokens, squares = np.stack([sizes(v[first:last], cost) for v in variants], axis=-1)
+    segment = Segment(sizes(whole, cost), first, last, cost, pipeline)
+    tried = np.stack([sizes(v[first:last], cost) for v in variants], axis=-1)
     wanted = [
         simulate(Schedule(microbatches=v, limits=LIMITS), cost, pipeline).makespan
         for v in variants
     ]
-    assert segment.makespans(tokens, squares) == pytest.approx(wanted)
-    assert (segment.makespans(tokens, squares, 50.0) >= np.array(wanted) - 1e-6).all()
+    assert segment.makespans(tried) == pytest.approx(wanted)
+    assert (segment.makespans(tried, 50.0) >= np.array(wanted) - 1e-6).all()
 
 
 @hypothesis.settings(max_examples=12, deadline=None)
@@ -106,7 +106,7 @@ def test_polishing_keeps_every_rule_and_is_never_longer(
     places += [[]] * num_stages * num_lanes
     num = len(places) // num_lanes
     polish = Polish(places, {s.owner: 0 for s in samples}, LIMITS, lanes, cost)
-    reported = [polish.run(0, num // 2, 5), polish.run(num // 4, num, 5)]
+    reported = [polish.run(0, num // 2), polish.run(num // 4, num)]
     found = tuple(
         tuple(sorted((i[2] for i in place), key=lambda s: (s.owner, s.index)))
         for place in polish.result()

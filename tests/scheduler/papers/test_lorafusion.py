@@ -1,6 +1,5 @@
 """Tests LoRAFusion's algorithm, including inputs on which LoRAFusion's code fails."""
 
-import dataclasses
 import logging
 import multiprocessing
 import pathlib
@@ -96,32 +95,30 @@ def test_minimizes_the_bins_and_then_the_smallest_bin(lengths, greedy, found):
     limits = Limits(capacity=20, block_tokens=1)
     samples = [sample(0, 0, i, n) for i, n in enumerate(lengths)]
     for use_milp, expected in ((False, greedy), (True, found)):
-        packed = lorafusion.pack_batch(
-            samples, settings(limits=limits, use_milp=use_milp)
-        )
+        packed = pack_batch(samples, limits=limits, use_milp=use_milp)
         assert [padded_tokens(m, limits) for m in packed.microbatches] == expected
     assert packed.outcome is lorafusion.Outcome.OPTIMAL
 
 
-def settings(**changes):
-    defaults = {"limits": LIMITS, "time_limit": 5.0, "seed": 0, "use_milp": True}
-    return lorafusion.Settings(**{**defaults, **changes})
+def pack_batch(samples, **changes):
+    options = {"limits": LIMITS, "time_limit": 5.0, "seed": 0, "use_milp": True}
+    return lorafusion.pack_batch(samples, **options | changes)
 
 
 def test_a_packing_that_reaches_the_bounds_needs_no_solver(monkeypatch):
     monkeypatch.setattr(lorafusion, "_two_stages", None)
-    packed = lorafusion.pack_batch([sample(0, 0, 0, 7)], settings())
+    packed = pack_batch([sample(0, 0, 0, 7)])
     assert packed.outcome is lorafusion.Outcome.GREEDY
 
 
 @pytest.mark.parametrize("cut", ["fewest_bins", "emptiest_bin"])
 def test_a_packing_is_optimal_only_if_both_stages_are_proved(monkeypatch, cut):
     stage = getattr(milp, cut)
-    unproved = lambda *a, **k: dataclasses.replace(stage(*a, **k), proved=False)
+    unproved = lambda *a, **k: (stage(*a, **k)[0], False)
     monkeypatch.setattr(milp, cut, unproved)
     limits = Limits(capacity=20, block_tokens=1)
     samples = [sample(0, 0, i, n) for i, n in enumerate((8, 8, 7, 6, 6, 5))]
-    packed = lorafusion.pack_batch(samples, settings(limits=limits))
+    packed = pack_batch(samples, limits=limits)
     assert packed.outcome is lorafusion.Outcome.FEASIBLE
 
 
@@ -160,9 +157,9 @@ def test_a_solution_is_proved_only_by_the_bound(
 ):
     stats = stopped(getattr(pulp.LpSolveStatus, status), objective, bound)
     monkeypatch.setattr(solver, "_run", lambda *_: stats)
-    answer = solver.solve(None, time_limit=1, seed=0)
-    assert answer.proved is proved
-    assert (answer.objective is None) == (objective is None)
+    found, is_proved = solver.solve(None, time_limit=1, seed=0)
+    assert is_proved is proved
+    assert (found is None) == (objective is None)
 
 
 def hard(seed=1):
@@ -173,15 +170,15 @@ def hard(seed=1):
 def test_the_time_limit_holds_and_is_reported():
     limits = Limits(capacity=6144, block_tokens=64)
     start = time.perf_counter()
-    packed = lorafusion.pack_batch(hard(), settings(limits=limits, time_limit=0.3))
+    packed = pack_batch(hard(), limits=limits, time_limit=0.3)
     assert time.perf_counter() - start < 3  # never retried with a longer limit
     assert packed.outcome in (lorafusion.Outcome.FEASIBLE, lorafusion.Outcome.GREEDY)
 
 
 def test_without_time_for_the_solver_the_packing_is_greedy():
     limits = Limits(capacity=6144, block_tokens=64)
-    packed = lorafusion.pack_batch(hard(), settings(limits=limits, time_limit=1e-9))
-    greedy = lorafusion.pack_batch(hard(), settings(limits=limits, use_milp=False))
+    packed = pack_batch(hard(), limits=limits, time_limit=1e-9)
+    greedy = pack_batch(hard(), limits=limits, use_milp=False)
     assert packed == greedy
 
 
@@ -219,7 +216,7 @@ def test_a_missing_pulp_is_reported(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, module, None)
     monkeypatch.delattr(module)
     limits = Limits(capacity=6144, block_tokens=64)
-    packed = lorafusion.pack_batch(hard(), settings(limits=limits))
+    packed = pack_batch(hard(), limits=limits)
     assert packed.outcome is lorafusion.Outcome.FAILED
     assert "Error: " in packed.reason
 
@@ -228,7 +225,7 @@ def test_refuses_a_solution_without_a_sample(monkeypatch):
     def forget(problem, **_):
         for variable in problem.variables():
             variable.setInitialValue(0)
-        return solver.Answer(objective=1, proved=True)
+        return 1, True
 
     monkeypatch.setattr(solver, "solve", forget)
     one = sample(0, 0, 0, 9)
@@ -257,8 +254,7 @@ problem = pulp.LpProblem("small", pulp.LpMinimize)
 x = problem.add_variable("x", lowBound=0, cat="Integer")
 problem += 2 * x >= 5
 problem += x + 0
-answer = solver.solve(problem, time_limit=5, seed=0)
-assert answer == solver.Answer(objective=3, proved=True)
+assert solver.solve(problem, time_limit=5, seed=0) == (3, True)
 """
 
 

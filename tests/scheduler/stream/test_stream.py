@@ -23,9 +23,8 @@ from jaxlora.scheduler import (
 from jaxlora.scheduler.lanes import Tick, ticks_of
 from jaxlora.scheduler.pack.fill import balanced, evened, fill_ticks
 from jaxlora.scheduler.pack.jobs import JobQueue, job_batches
-from jaxlora.scheduler.stream.plan_ahead import PlanAhead
 from jaxlora.scheduler.stream.state import Position, Rules, StreamState, advance
-from jaxlora.scheduler.stream.stream import Stretch, next_stretch
+from jaxlora.scheduler.stream.stream import PlanAhead, Stretch, next_stretch
 from tests.scheduler.strategies import seeds
 
 LIMITS = Limits(capacity=512, block_tokens=16)
@@ -362,7 +361,7 @@ def test_an_unknown_or_early_sample_is_refused():
     for wrong, why in (
         (dataclasses.replace(first, index=99), r"samples \[99\] of slot 0"),
         (dataclasses.replace(first, batch=1), r"has batches \[1\] of slot 0"),
-        (dataclasses.replace(first, num_tokens=999), "over the capacity"),
+        (dataclasses.replace(first, num_tokens=999), "over its capacity"),
         (dataclasses.replace(first, num_tokens=first.num_tokens + 1), "other lengths"),
     ):
         with pytest.raises(RuntimeError, match=why):
