@@ -57,22 +57,8 @@ class LoraWeights:
     lora_alpha: float
 
     def __post_init__(self):
-        wanted = _wanted(frozenset(self.tensors))
-        if self.tensors.keys() != wanted.keys():
-            raise ValueError(
-                f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
-                f"{', '.join(self.tensors)}."
-            )
-        shapes = {name: array.shape for name, array in self.tensors.items()}
-        sizes: dict[str, int] = {"R": self.rank}
-        for name, dimensions in wanted.items():
-            if len(shapes[name]) != len(dimensions) or any(
-                sizes.setdefault(letter, size) != size
-                for letter, size in zip(dimensions, shapes[name], strict=True)
-            ):
-                raise ValueError(
-                    f"the shapes {shapes} do not match each other and rank {self.rank}."
-                )
+        shapes = ((name, array.shape) for name, array in self.tensors.items())
+        _check_shapes(tuple(shapes), self.rank)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -99,11 +85,28 @@ def _variants_of(names: frozenset[str]) -> tuple[Variant, ...]:
     return tuple(v for v in variants() if any(t.name in names for t in v.tensors))
 
 
-@functools.lru_cache
-def _wanted(names: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the dimensions of all tensors of the variants that have some of these."""
-    settings = {variant.setting for variant in _variants_of(names)}
-    return {t.name: t.dimensions for t in tensors_with(settings.__contains__)}
+@functools.lru_cache(maxsize=1024)
+def _check_shapes(
+    named_shapes: tuple[tuple[str, tuple[int, ...]], ...], rank: int
+) -> None:
+    """Checks the names and shapes of the tensors of a linear; see `LoraWeights`."""
+    shapes = dict(named_shapes)
+    settings = {variant.setting for variant in _variants_of(frozenset(shapes))}
+    wanted = {t.name: t.dimensions for t in tensors_with(settings.__contains__)}
+    if shapes.keys() != wanted.keys():
+        raise ValueError(
+            f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
+            f"{', '.join(shapes)}."
+        )
+    sizes: dict[str, int] = {"R": rank}
+    for name, dimensions in wanted.items():
+        if len(shapes[name]) != len(dimensions) or any(
+            sizes.setdefault(letter, size) != size
+            for letter, size in zip(dimensions, shapes[name], strict=True)
+        ):
+            raise ValueError(
+                f"the shapes {shapes} do not match each other and rank {rank}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,10 +42,11 @@ def fresh_adapter(
         kernels: Frozen weight of each linear, K N, by module name.
         dtype: Dtype in which weights are multiplied.
     """
+    wanted = _tensors(job)
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
     made = {
-        name: _of_weight(job, name, module, kernels[name], dtype)
+        name: _of_weight(job, wanted, name, module, kernels[name], dtype)
         for name, module in modules.items()
     }
 
@@ -56,12 +57,12 @@ def fresh_adapter(
             pair = draw(rng, kernels[name].shape, rank)
             tensors = dict(zip((LORA_A.name, LORA_B.name), pair, strict=True))
         tensors |= made[name]
-        for tensor in _tensors(job):
+        for tensor in wanted:
             if tensor.name not in tensors:
                 assert tensor.start is not None
                 tensors[tensor.name] = tensor.start(job, rng, kernels[name], rank)
-        wanted = (t.name for t in _tensors(job))
-        return {name: tensors[name].astype(np.float32, copy=False) for name in wanted}
+        named = {tensor.name: tensors[tensor.name] for tensor in wanted}
+        return {n: x.astype(np.float32, copy=False) for n, x in named.items()}
 
     # NumPy draws without the interpreter's lock. A thread gets many modules, as small
     # ones are drawn faster than they are handed over.
@@ -95,6 +96,7 @@ def _random(job: LoraJob, name: str) -> np.random.Generator:
 
 def _of_weight(
     job: LoraJob,
+    wanted: Sequence[TrainedTensor],
     name: str,
     module: ModuleLora,
     kernel: Any,
@@ -103,7 +105,7 @@ def _of_weight(
     """Makes the tensors that start from the frozen weight, or by a setting."""
     tensors = {
         tensor.name: tensor.from_weight(kernel, dtype)
-        for tensor in _tensors(job)
+        for tensor in wanted
         if tensor.from_weight is not None
     }
     if job.keeps_start:
@@ -125,12 +127,12 @@ def blank_adapter(
         kernels: Frozen weight of each linear, K N, or its shape, by module name.
     """
 
+    wanted = _tensors(job)
+    zeros = functools.cache(functools.partial(np.broadcast_to, np.float32(0)))
+
     def blank(name: str) -> dict[str, np.ndarray]:
         (k, n), rank = kernels[name].shape, modules[name].rank
-        return {
-            tensor.name: np.broadcast_to(np.float32(0), tensor.shape(k, n, rank))
-            for tensor in _tensors(job)
-        }
+        return {tensor.name: zeros(tensor.shape(k, n, rank)) for tensor in wanted}
 
     return _adapter(job, modules, kernels, {name: blank(name) for name in modules})
 

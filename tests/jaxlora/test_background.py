@@ -56,6 +56,16 @@ def test_only_where_something_is_under_way(monkeypatch):
     assert future.result()
 
 
+def test_a_command_ends_without_a_search_for_garbage(monkeypatch):
+    """It takes half a second behind a run; a caller's process goes on as it was."""
+    frozen = []
+    monkeypatch.setattr(command.gc, "freeze", lambda: frozen.append(True))
+    command.main(["train", "nowhere.yaml"])
+    assert not frozen
+    monkeypatch.setattr(sys, "argv", ["jaxlora", "train", "nowhere.yaml"])
+    assert command.main() == 1 and frozen
+
+
 # Work is under way when a script ends. A shell that starts the tests in the background
 # may have SIGINT ignored in all of them.
 SCRIPT = """

@@ -41,5 +41,5 @@ class Stopwatch:
         return dict(sorted(self._seconds.items(), key=lambda one: -one[1]))
 
     def __str__(self) -> str:
-        parts = (f"{what} {spent:.1f}" for what, spent in self.seconds().items())
-        return ", ".join(parts)
+        shown = (one for one in self.seconds().items() if one[1] >= 0.05)
+        return ", ".join(f"{what} {spent:.1f}" for what, spent in shown)
