@@ -77,7 +77,7 @@ sys.exit(main(["train", sys.argv[1]]))
 # Ends at the line of the metrics that has the first step, and says which programs were
 # compiled until then and which modules were imported.
 FIRST_STEP = """
-import json, os, sys
+import gc, json, os, sys
 import jax
 from jaxlora.run.log import RunLog
 compiled = []
@@ -89,6 +89,7 @@ def end(self, line, write=RunLog._write):
     if b'"event": "step"' in line:
         from jaxlora.programs.program import wait_until_kept
         wait_until_kept()
+        assert gc.isenabled() and gc.get_freeze_count()
         print(json.dumps({"compiled": compiled, "modules": [*sys.modules]}), flush=True)
         os._exit(0)
     write(self, line)
