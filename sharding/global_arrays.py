@@ -24,9 +24,9 @@ _HOST_MEMORY = "pinned_host"
 # XLA's allocator of this memory has 64 GiB, unless its settings say otherwise.
 _MOST_LOCKED = 40 << 30
 _PIECE_BYTES = 1 << 24
-# An array of the same dtype up to this size is copied whole, and transposed by the host
-# up to the second size: to load a compiled program takes longer than either.
-_WHOLE_BYTES, _TRANSPOSED_BYTES = 1 << 26, 1 << 22
+# An array of the same dtype up to the first size is copied whole, and transposed by the
+# host up to the second: to load a compiled program takes longer than either.
+_WHOLE_BYTES, TRANSPOSED_BYTES = 1 << 26, 1 << 22
 
 
 def put(tree: Any, where: Sharding | None) -> Any:
@@ -86,7 +86,7 @@ def _put_part(
     dtype: DTypeLike,
     transpose: bool,
 ) -> jax.Array:
-    most = _TRANSPOSED_BYTES if transpose else _WHOLE_BYTES
+    most = TRANSPOSED_BYTES if transpose else _WHOLE_BYTES
     if platform != "cpu" and x.dtype == dtype and x.nbytes <= most:
         return jax.device_put(_transposed(x) if transpose else x, device)
     if platform != "cpu":

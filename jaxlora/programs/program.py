@@ -267,7 +267,8 @@ class Prepared:
         try:
             if (entry := self._kept.read(self._key)) is None:
                 return None  # another process has removed it
-            self._saved.set_result(saved := SavedProgram.read(entry))
+            saved = SavedProgram.read(entry)
+            self._saved.set_result(saved._replace(executable=b""))
             prepare_to_load()
             compiled = saved.load(self._args)
         except DamagedEntryError as error:

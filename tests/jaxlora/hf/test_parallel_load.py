@@ -151,7 +151,7 @@ def test_each_platform_converts_alike(monkeypatch, platform, transpose, kinds):
     """The program for GPUs runs on the CPU here, on pieces of a few rows."""
     monkeypatch.setattr(global_arrays, "_PIECE_BYTES", 83 * 8 * 5 + 7)
     monkeypatch.setattr(global_arrays, "_WHOLE_BYTES", 0)
-    monkeypatch.setattr(global_arrays, "_TRANSPOSED_BYTES", 0)
+    monkeypatch.setattr(global_arrays, "TRANSPOSED_BYTES", 0)
     stored, wanted = (KINDS[kind] for kind in kinds)
     x = finite_bits(np.random.default_rng(1), (37, 83), stored)
     if platform == "gpu":  # as on some CPUs, XLA's program flushes them
