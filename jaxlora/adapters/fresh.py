@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
+from jaxlora.common.background import POOL
 from jaxlora.config import LoraJob
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SLOT_MODULES, Tokens
@@ -86,7 +87,7 @@ def _num_threads() -> int:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """The threads that draw, which the adapters of a sweep share."""
-    return ThreadPoolExecutor(_num_threads(), thread_name_prefix="draw")
+    return ThreadPoolExecutor(_num_threads(), thread_name_prefix=f"{POOL}-draw")
 
 
 def _random(job: LoraJob, name: str) -> np.random.Generator:

@@ -128,7 +128,8 @@ def _start(kernel: _Kernel) -> Future:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mosaic-compile")
+    name = "jaxlora-pool-mosaic"  # see jaxlora.common.background
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=name)
 
 
 def prepare_to_load() -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -54,6 +55,19 @@ def test_only_where_something_is_under_way(monkeypatch):
     assert ended == [3]
     goes_on.set()
     assert future.result()
+
+
+def test_an_idle_pool_holds_nothing_up(monkeypatch):
+    """Its threads would end with the interpreter, which does not come to that."""
+    ended, goes_on = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with ThreadPoolExecutor(1, thread_name_prefix=f"{background.POOL}-test") as pool:
+        pool.submit(int).result()
+        future = in_background(goes_on.wait)
+        end_process(3)
+        assert ended == [3]
+        goes_on.set()
+        assert future.result()
 
 
 def test_a_command_ends_without_a_search_for_garbage(monkeypatch):
