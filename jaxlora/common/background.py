@@ -14,7 +14,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _NAME = "jaxlora-background"
-# Threads of pools that stay to the end have names that begin so. Nothing waits for them.
+# Threads of pools that stay to the end begin so. Nothing waits for them.
 POOL = "jaxlora-pool"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
