@@ -77,6 +77,8 @@ def test_a_command_ends_without_a_search_for_garbage(monkeypatch):
     command.main(["train", "nowhere.yaml"])
     assert not frozen
     monkeypatch.setattr(sys, "argv", ["jaxlora", "train", "nowhere.yaml"])
+    monkeypatch.setattr(command, "end_process", lambda status: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     assert command.main() == 1 and frozen
 
 
