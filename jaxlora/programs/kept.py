@@ -124,8 +124,11 @@ class KeptPrograms:
         return self.folder / f"{key}{_SUFFIX}"
 
     def has(self, key: str) -> bool:
-        """Whether there is such an entry, which may be damaged."""
-        return self.path(key).exists()
+        """Whether there is such an entry, which may be damaged.
+
+        In a folder that cannot be searched, there is none.
+        """
+        return os.path.exists(self.path(key))  # `Path.exists` would raise an error
 
     def read(self, key: str) -> bytes | None:
         """Returns what was written under a key; None if there is no such entry.

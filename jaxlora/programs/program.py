@@ -293,12 +293,17 @@ class Prepared:
             if self._before_tracing is not None:
                 self._before_tracing()
             traced = self._traced = trace_program(self._jitted, *self._args)
-            lowered = None if lowers_elsewhere() else traced.lower()
+            lowered = None if _lowers_in_thread() else traced.lower()
         self.seconds += time.perf_counter() - began
-        return in_background(lambda: self._compile(lowered or traced.lower()))
+        return in_background(lambda: self._compile(traced, lowered))
 
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _compile(
+        self, traced: jax.stages.Traced, lowered: jax.stages.Lowered | None
+    ) -> jax.stages.Compiled:
+        """Compiles the program; lowers it before, unless that was done."""
         began = time.perf_counter()
+        if lowered is None:
+            lowered = traced.lower()
         with _beside_xlas_cache() if self._kept else contextlib.nullcontext():
             compiled = compile_program(lowered)
         self.seconds += time.perf_counter() - began
@@ -315,6 +320,20 @@ class Prepared:
         entry = serialize(compiled, self.what)
         if entry is not None:
             self._kept.write(self._key, entry)
+
+
+def _lowers_in_thread() -> bool:
+    """Whether another thread lowers a program as this one would.
+
+    A setting of JAX that a context manager has changed, such as `jax.enable_x64`, holds
+    in this thread only.
+    """
+    return lowers_elsewhere() and in_background(_settings).result() == _settings()
+
+
+def _settings() -> tuple[Any, ...]:
+    """Returns the settings of JAX in this thread that lowering depends on."""
+    return *jax_config.trace_context(), jax.config.jax_default_device
 
 
 def announce(prepared: Sequence[Prepared]) -> None:

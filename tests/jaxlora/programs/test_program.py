@@ -298,3 +298,52 @@ def test_a_call_does_not_wait_until_its_program_is_kept(kept, monkeypatch):
     again = make()  # waits for the entry
     again(*arguments())
     assert again.num_compilations() == 0
+
+
+def test_an_entry_that_cannot_be_looked_up_is_none(tmp_path):
+    """Such as one in a folder of somebody else; here, its name is too long."""
+    assert not KeptPrograms(folder=tmp_path).has("k" * 1000)
+
+
+@pytest.fixture
+def lowering(monkeypatch):
+    """Lowers in other threads where that is allowed; lists which thread did."""
+    threads, traced = [], jax.stages.Traced
+    lower = traced.lower
+
+    def noted(self, *args, **settings):
+        threads.append(threading.current_thread())
+        return lower(self, *args, **settings)
+
+    monkeypatch.setattr(traced, "lower", noted)
+    monkeypatch.setattr(program, "lowers_elsewhere", lambda: True)
+    return threads
+
+
+def test_time_of_lowering_in_a_thread_counts(lowering, monkeypatch):
+    now, lower = [0.0], jax.stages.Traced.lower
+
+    def slow(self):
+        now[0] += 100
+        return lower(self)
+
+    monkeypatch.setattr(program.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax.stages.Traced, "lower", slow)
+    prepared = make().prepare(*arguments())
+    prepared.compiled()
+    assert threading.current_thread() not in lowering
+    assert prepared.seconds == 100
+
+
+@pytest.mark.parametrize(
+    "context", [jax.enable_x64, lambda _: jax.default_device(jax.devices()[-1])]
+)
+def test_settings_of_one_thread_hold_where_a_program_is_lowered(lowering, context):
+    def draw(x):
+        return x + jax.random.uniform(jax.random.key(0), x.shape, x.dtype)
+
+    with context(True):
+        x = np.zeros(4, jax.dtypes.canonicalize_dtype(np.float64))
+        found = Program(jax.jit(draw), "a draw", ("draw",))(x)
+        assert lowering == [threading.current_thread()]
+        assert found.dtype == x.dtype and found.devices() == jax.jit(draw)(x).devices()
