@@ -110,13 +110,20 @@ class StagedSlots:
             like: Adapter whose modules and ranks are taken.
         """
         self._room.acquire()
-        pairs = zip(self.tables, self._adapted, strict=True)
-        begun = [table.begin_reading(slot, like.limited_to(p)) for table, p in pairs]
+        try:
+            pairs = zip(self.tables, self._adapted, strict=True)
+            begun = [
+                table.begin_reading(slot, like.limited_to(p)) for table, p in pairs
+            ]
+        except BaseException:
+            self._room.release()
+            raise
 
         def read() -> Adapter:
             try:
                 parts = [part() for part in begun]
             finally:
+                begun.clear()  # frees the copies before another one is made
                 self._room.release()
             found = {name: one for part in parts for name, one in part.modules.items()}
             outside = {name: x for part in parts for name, x in part.outside.items()}

@@ -32,7 +32,8 @@ class DrawAhead:
         Args:
             jobs: The jobs that start next, from their first weights.
         """
-        room = max(1, _MOST_BYTES // max(1, self._slots.row_bytes))
+        # Each has its own tensors, and the rows into which they are padded.
+        room = max(1, _MOST_BYTES // max(1, 2 * self._slots.row_bytes))
         before, self._drawn = self._drawn, {}
         for job in jobs[: min(room, _MOST_JOBS)]:
             if job.is_drawn_alone:

@@ -97,10 +97,15 @@ def test_what_is_drawn_ahead_is_bounded(
 ):
     """In jobs and in bytes; the weights of one job are always drawn."""
     monkeypatch.setattr(draw_ahead, "_MOST_JOBS", most_jobs)
-    monkeypatch.setattr(draw_ahead, "_MOST_BYTES", trainer.slots.row_bytes * most_slots)
+    each = 2 * trainer.slots.row_bytes
+    monkeypatch.setattr(draw_ahead, "_MOST_BYTES", each * most_slots)
     ahead = DrawAhead(trainer.slots)
     ahead.begin(trainer.jobs)
     assert [*ahead._drawn] == [job.name for job in trainer.jobs[:drawn]]
+    for future in ahead._drawn.values():
+        (found,) = future.result(_SECONDS)
+        tensors = [*found.adapter.by_path().values(), *found.rows.values()]
+        assert sum(x.nbytes for x in tensors) <= each
     kept = dict(ahead._drawn)
     ahead.begin([trainer.jobs[0], trainer.jobs[3]])
     assert ahead._drawn[trainer.jobs[0].name] is kept[trainer.jobs[0].name]
@@ -152,6 +157,17 @@ def test_an_adapter_is_read_as_it_was_though_its_slot_changes(trainer):
         found = first.result(_SECONDS), second.result(_SECONDS).result(_SECONDS)
     for adapter, wanted in zip(found, (start, other_start), strict=True):
         assert adapter.fingerprint() == wanted.fingerprint()
+
+
+def test_a_copy_that_cannot_be_queued_takes_no_room(trainer, monkeypatch):
+    """Otherwise, a later one would wait for it forever."""
+    job, slots = trainer.jobs[0], trainer.slots
+    before = slots._room._value
+    with monkeypatch.context() as patched:
+        patched.setattr(slots.tables[0], "begin_reading", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            slots.begin_reading(1, job.like)
+    assert slots._room._value == before
 
 
 @pytest.mark.parametrize(
