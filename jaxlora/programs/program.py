@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from jax._src import config as jax_config
 from jaxlora.common import console
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.distributed import processes
 from jaxlora.pallas_kernels import (
     compile_program,
@@ -303,7 +303,8 @@ class Prepared:
         """Compiles the program; lowers it before, unless that was done."""
         began = time.perf_counter()
         if lowered is None:
-            lowered = traced.lower()
+            with no_garbage_collection():
+                lowered = traced.lower()
         with _beside_xlas_cache() if self._kept else contextlib.nullcontext():
             compiled = compile_program(lowered)
         self.seconds += time.perf_counter() - began
@@ -399,22 +400,6 @@ def finish(prepared: Sequence[Prepared]) -> None:
                 waited,
                 each,
             )
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pauses Python's collector of reference cycles.
-
-    Tracing and lowering make millions of long-lived objects. The collector would scan
-    them repeatedly, which would take half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

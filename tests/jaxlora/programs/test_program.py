@@ -1,5 +1,6 @@
 """Functions whose programs are compiled ahead of their calls, or loaded."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.programs import kept as on_disk
 from jaxlora.programs import key, program
 from jaxlora.programs.kept import KeptPrograms, SavedProgram
@@ -269,9 +271,18 @@ def test_programs_are_counted_while_they_are_compiled(monkeypatch, is_terminal):
 
 
 def test_the_collector_runs_again_after_an_error():
-    with pytest.raises(ValueError), program.no_garbage_collection():
+    with pytest.raises(ValueError), no_garbage_collection():
         assert not gc.isenabled()
         raise ValueError
+    assert gc.isenabled()
+
+
+def test_the_collector_pauses_until_the_last_block_ends():
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(no_garbage_collection())
+        second.enter_context(no_garbage_collection())  # as another thread may
+        first.close()
+        assert not gc.isenabled()
     assert gc.isenabled()
 
 
@@ -320,10 +331,12 @@ def lowering(monkeypatch):
     return threads
 
 
-def test_time_of_lowering_in_a_thread_counts(lowering, monkeypatch):
+def test_lowering_in_a_thread_is_timed_and_not_interrupted(lowering, monkeypatch):
+    """By the collector, as lowering in the thread that traces is not."""
     now, lower = [0.0], jax.stages.Traced.lower
 
     def slow(self):
+        assert not gc.isenabled()
         now[0] += 100
         return lower(self)
 
