@@ -249,3 +249,17 @@ def test_the_picture_does_not_wait_for_its_library(tmp_path, monkeypatch):
     for _ in range(3):
         follows.on_event(made_events.window(1))
     assert begun == [plot._import_library]
+
+
+@pytest.mark.parametrize(("every", "reserved"), [(None, 0), (1, 0), (2, 1)])
+def test_memory_of_a_snapshot_is_reserved_before_the_first(
+    model, jobs, tmp_path, monkeypatch, every, reserved
+):
+    """Not beside it, as the host would hold both."""
+    calls = []
+    monkeypatch.setattr(
+        StagedSlots, "reserve_snapshot", lambda self: lambda: calls.append(self)
+    )
+    config = two_slots(model, tmp_path / "run", [jobs[1].replace(steps=3)])
+    Trainer(config.replace(checkpoint_every=every), model).train()
+    assert len(calls) == reserved
