@@ -37,7 +37,8 @@ class StagedSlots:
         """
         self._adapted = [spec.trained_modules for spec in specs]
         self.tables = tuple(tables)
-        most = min(_MOST_UNREAD, _MOST_UNREAD_BYTES // max(1, self.row_bytes))
+        copy_bytes = sum(table.copy_bytes for table in self.tables)
+        most = min(_MOST_UNREAD, _MOST_UNREAD_BYTES // max(1, copy_bytes))
         self._room = threading.Semaphore(max(1, most))
 
     @property

@@ -171,10 +171,10 @@ def test_a_copy_that_cannot_be_queued_takes_no_room(trainer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "room"), [(1, 8), (1 << 26, 4), (1 << 28, 1), (1 << 30, 1)]
+    ("copy_bytes", "room"), [(1, 8), (1 << 26, 4), (1 << 28, 1), (1 << 30, 1)]
 )
-def test_copies_that_wait_on_the_devices_are_bounded(row_bytes, room):
-    table = Mock(spec=SlotTable, row_bytes=row_bytes)
+def test_copies_that_wait_on_the_devices_are_bounded(copy_bytes, room):
+    table = Mock(spec=SlotTable, copy_bytes=copy_bytes)
     assert staged_slots._MOST_UNREAD == 8
     assert StagedSlots([], [table])._room._value == room
 
