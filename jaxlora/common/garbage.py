@@ -1,33 +1,37 @@
-"""Python's collector of reference cycles, which work that makes many objects pauses."""
+"""Pauses Python's collector of reference cycles."""
 
 import contextlib
 import gc
 import threading
 from collections.abc import Iterator
 
-_lock = threading.Lock()
-_pauses = 0
-_was_enabled = False
+
+class _Pauses:
+    """The blocks of all threads in which the collector pauses."""
+
+    lock = threading.Lock()
+    count = 0
+    was_enabled = False
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Pauses the collector, which is one for all threads, until the last block ends.
+    """Pauses the collector for work that makes many objects which stay.
 
-    Tracing and lowering make millions of long-lived objects, and so do imports. The
-    collector would scan them repeatedly, which would take half of the time of tracing
-    and an eighth of that of imports.
+    Tracing and lowering make millions of them, and imports hundreds of thousands. The
+    collector would scan them repeatedly, which would take half of the time of the
+    former and an eighth of the latter. There is one collector for all threads, so it
+    runs again when the last of them leaves such a block.
     """
-    global _pauses, _was_enabled
-    with _lock:
-        if not _pauses:
-            _was_enabled = gc.isenabled()
+    with _Pauses.lock:
+        if not _Pauses.count:
+            _Pauses.was_enabled = gc.isenabled()
             gc.disable()
-        _pauses += 1
+        _Pauses.count += 1
     try:
         yield
     finally:
-        with _lock:
-            _pauses -= 1
-            if not _pauses and _was_enabled:
+        with _Pauses.lock:
+            _Pauses.count -= 1
+            if not _Pauses.count and _Pauses.was_enabled:
                 gc.enable()
