@@ -341,7 +341,7 @@ class SlotTable:
     ) -> None:
         """Writes the rows of some kinds, and zeros in the others.
 
-        Of weights alone, the state of the optimizer begins.
+        If weights alone are written, the state of the optimizer begins anew.
 
         Args:
             slot: The slot.

@@ -12,8 +12,8 @@ from jaxlora.common.background import in_background
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.global_arrays import reserve_host
 
-# Copies of slots that wait to be read: how many, and their bytes on the devices, which
-# a run has not planned for; one is always made.
+# Bounds on the copies of slots that wait to be read: their number, and their bytes on
+# the devices, for which a run has not planned. One copy is always allowed.
 _MOST_UNREAD, _MOST_UNREAD_BYTES = 8, 1 << 28
 # An adapter as it is written to the slots of each stage.
 Padded = tuple[PaddedAdapter, ...]

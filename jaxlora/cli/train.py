@@ -66,7 +66,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from jaxlora.common.background import in_background
     from jaxlora.plan.memory.gpu_share import query_gpus, take_free_gpus
 
-    # It may take as long as the imports. Without GPUs, it fails at once.
+    # nvidia-smi may take as long as the imports, and fails at once without GPUs.
     gpus = in_background(query_gpus)
     with no_garbage_collection():
         from jaxlora.config import run_file  # noqa: F401
@@ -146,7 +146,7 @@ def _train_in_process(
         from jaxlora.sweeps.files import print_summary
         from jaxlora.train.report.run_callbacks import KeepRunFile
 
-        # Programs need Mosaic to be loaded, and the first evaluation TensorBoard.
+        # Loading programs needs Mosaic, and the first evaluation needs TensorBoard.
         needed = ["jax.experimental.mosaic.gpu"]
         if "tensorboard" in config.report_to:
             needed.append("jaxlora.trackers.tensorboard")

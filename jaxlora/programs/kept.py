@@ -58,7 +58,7 @@ class ProgramMemory(NamedTuple):
 
 
 class SavedProgram(NamedTuple):
-    """A program that another process can load, and what is asked of it before.
+    """A program that another process can load, and what is known of it before that.
 
     Attributes:
         executable: What `serialize_executable` makes of it.
@@ -80,7 +80,7 @@ class SavedProgram(NamedTuple):
         """Reads what `serialize` returned. It must come from this user.
 
         Raises:
-            Exception: It is something else.
+            Exception: The bytes are something else.
         """
         found = pickle.loads(entry)
         if not isinstance(found, SavedProgram):

@@ -74,7 +74,7 @@ class Board:
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
         with wrap_os_errors(self._path):
-            # Neither its name nor what is written later is synced to the disk.
+            # The folder is not synced to the disk, as its file is not, either.
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = RecordWriter(str(self._path))
         self._flushed = time.monotonic()
