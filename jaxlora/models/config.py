@@ -54,6 +54,11 @@ class YarnScaling:
     magnitude: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UnroundedYarnScaling(YarnScaling):
+    """The same, blended from the exact ends of the ramp, not from whole pairs."""
+
+
 RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | YarnScaling
 
 

@@ -5,6 +5,7 @@ they have in transformers. A default holds for a key that is missing; an explici
 is another value, and disables it. What a null stands for is said where a key is used.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -20,6 +21,8 @@ from jaxlora.models.config import (
     Llama3RopeScaling,
     ModelConfig,
     Rope,
+    UnroundedYarnScaling,
+    YarnScaling,
 )
 
 # Keys without an effect on what a model computes in training, and keys that are read
@@ -139,6 +142,7 @@ Count = Annotated[int, count()]
 Heads = Annotated[int, count(2**12)]
 HeadDim = Annotated[int, count(2**12)]
 Theta = Annotated[float, number(1e15)]
+Factor = Annotated[float, number(1e6)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Object = Annotated[dict[str, Any], BeforeValidator(_object)]
 
@@ -160,7 +164,7 @@ class DefaultRope(pydantic.BaseModel):
 
 
 class _LinearRope(DefaultRope):
-    factor: Annotated[float, number(1e6)]
+    factor: Factor
 
     def build(self) -> Rope:
         scaling = LinearRopeScaling(factor=self.factor)
@@ -168,7 +172,7 @@ class _LinearRope(DefaultRope):
 
 
 class _Llama3Rope(DefaultRope):
-    factor: Annotated[float, number(1e6)]
+    factor: Factor
     low_freq_factor: Annotated[float, number(1e9)]
     high_freq_factor: Annotated[float, number(1e9)]
     original_max_position_embeddings: Count
@@ -189,10 +193,57 @@ class _Llama3Rope(DefaultRope):
         return Rope(theta=self.rope_theta, scaling=scaling)
 
 
+class YarnRope(DefaultRope):
+    """The keys of YaRN."""
+
+    factor: Factor
+    original_max_position_embeddings: Count
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    attention_factor: Factor | None = None
+    mscale: Factor | None = None
+    mscale_all_dim: Factor | None = None
+    truncate: Flag = True
+
+    def build(self) -> Rope:
+        return Rope(theta=self.rope_theta, scaling=self.scaling())
+
+    def scaling(self) -> YarnScaling:
+        """Returns how the frequencies are stretched."""
+        if self.beta_fast < self.beta_slow:
+            raise ModelError(
+                f"config.json has beta_fast={self.beta_fast:g}, which must be at least "
+                f"beta_slow={self.beta_slow:g}. Are the two exchanged?"
+            )
+        if self.rope_theta == 1:
+            raise ModelError(
+                "config.json has rope_theta=1, with which all waves of YaRN have one "
+                "length. Correct it; most models have 10000 or more."
+            )
+        kind = YarnScaling if self.truncate else UnroundedYarnScaling
+        return kind(
+            factor=self.factor,
+            fast=self.beta_fast,
+            slow=self.beta_slow,
+            original_max_positions=self.original_max_position_embeddings,
+            magnitude=self.attention_factor or self._magnitude(),
+        )
+
+    def _magnitude(self) -> float:
+        def magnitude(multiplier: float) -> float:
+            # Below 1, transformers has no such factor.
+            return 0.1 * multiplier * math.log(max(self.factor, 1.0)) + 1
+
+        if self.mscale is None or self.mscale_all_dim is None:
+            return magnitude(1.0)
+        return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+
+
 ROPES: Mapping[str, type[DefaultRope]] = {
     "default": DefaultRope,
     "linear": _LinearRope,
     "llama3": _Llama3Rope,
+    "yarn": YarnRope,
 }
 
 
@@ -315,7 +366,7 @@ class HfConfig(pydantic.BaseModel):
             num_heads=self.num_attention_heads,
             num_kv_heads=self._kv_heads(),
             head_dim=self.features_of_head(),
-            max_positions=self.max_position_embeddings,
+            max_positions=self._max_positions(rope),
             rms_eps=self.rms_norm_eps or 1e-6,
             rope=rope,
             local_rope=local_rope,
@@ -323,6 +374,13 @@ class HfConfig(pydantic.BaseModel):
             layer_windows=self.layer_windows(),
             **fields,
         )
+
+    def _max_positions(self, rope: Rope) -> int:
+        # YaRN is often added to a config.json whose maximum stays as it was.
+        most = self.max_position_embeddings
+        if isinstance(yarn := rope.scaling, YarnScaling):
+            return max(most, int(yarn.factor * yarn.original_max_positions))
+        return most
 
     def ropes(self) -> tuple[Rope, Rope | None]:
         """Returns the rotary positions, and those of windowed layers if they differ.
@@ -334,12 +392,7 @@ class HfConfig(pydantic.BaseModel):
         given = {"rope_theta": theta, **self.rope_scaling, **self.rope_parameters}
         return read_rope(given), None
 
-    def ropes_by_type(
-        self,
-        theta: float,
-        local_theta: float,
-        kinds: Mapping[str, type[DefaultRope]] = ROPES,
-    ) -> tuple[Rope, Rope]:
+    def ropes_by_type(self, theta: float, local_theta: float) -> tuple[Rope, Rope]:
         """Returns the rotary positions of layers without a window, and with one.
 
         Version 4 of transformers scales the former alone, and version 5 has an object
@@ -348,7 +401,6 @@ class HfConfig(pydantic.BaseModel):
         Args:
             theta: Base of the frequencies of layers without a window.
             local_theta: Base of those of layers with a window.
-            kinds: The keys of each `rope_type` of the former.
         """
         given = self.rope_parameters
         if unread := given.keys() - {FULL, SLIDING}:
@@ -357,12 +409,14 @@ class HfConfig(pydantic.BaseModel):
                 f"an object for {FULL} and one for {SLIDING}."
             )
         by_type = validated(_Ropes, given)
-        full, sliding = by_type.full_attention, by_type.sliding_attention
-        full = {"rope_theta": theta, **full, **self.rope_scaling}
-        return (
-            read_rope(full, kinds),
-            read_rope({"rope_theta": local_theta, **sliding}),
-        )
+        full = {"rope_theta": theta, **by_type.full_attention, **self.rope_scaling}
+        sliding = {"rope_theta": local_theta, **by_type.sliding_attention}
+        if False in (full.get("truncate"), sliding.get("truncate")):
+            raise ModelError(
+                "config.json has truncate=false for one type of layer, where "
+                f"transformers does not read it for {self.model_type}. Remove it."
+            )
+        return read_rope(full), read_rope(sliding)
 
     def layer_windows(self) -> Windows:
         """Returns the attention window of each layer; None for a layer without one."""

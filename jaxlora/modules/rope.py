@@ -12,6 +12,7 @@ from jaxlora.models.config import (
     Llama3RopeScaling,
     LongRopeScaling,
     Rope,
+    UnroundedYarnScaling,
     YarnScaling,
 )
 
@@ -58,8 +59,10 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: YarnScaling) -> np.nda
     def pair(turns: float) -> float:
         return num * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = max(math.floor(pair(scaling.fast)), 0)
-    high = min(math.ceil(pair(scaling.slow)), 2 * num - 1)
+    low, high = pair(scaling.fast), pair(scaling.slow)
+    if not isinstance(scaling, UnroundedYarnScaling):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num - 1)
     width = high - low or 0.001
     pairs = np.arange(num, dtype=np.float32)
     share = np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1)

@@ -53,6 +53,23 @@ LLAMA3 = {
     # Wavelengths of 6, 35, 199 and 1117 tokens are kept, blended, stretched, stretched.
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 64,
+}
+EXACT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 2.0,
+    "mscale_all_dim": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 48,
+}
 V4 = {"torch_dtype": "float32", "transformers_version": "4.46.0"}
 V5 = {"dtype": "float32", "transformers_version": "5.0.0"}
 
@@ -440,6 +457,41 @@ CASES = {
             "tie_word_embeddings": True,
         },
         {"norm_topk_prob": True},
+    ),
+    "qwen2_yarn": (
+        {
+            **V4,
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500.0,
+            "rope_scaling": YARN,
+            "use_sliding_window": False,
+            "sliding_window": 131072,
+            "max_window_layers": 2,
+            "tie_word_embeddings": False,
+        },
+        {"rope_scaling": None},
+        {"rope_scaling": {**YARN, "factor": 2.0}},
+        {"rope_scaling": {**YARN, "beta_fast": 1.0}},
+    ),
+    "qwen3_yarn": (
+        {
+            **V5,
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": EXACT_YARN,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
+        {"rope_parameters": {**EXACT_YARN, "truncate": True}},
+        {"rope_parameters": {**EXACT_YARN, "mscale": 1.0}},
+        {"rope_parameters": {**EXACT_YARN, "beta_slow": 2.0}},
     ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.

@@ -10,6 +10,7 @@ from jaxlora.models.config import (
     LongRopeScaling,
     PartialRope,
     Rope,
+    UnroundedYarnScaling,
     YarnScaling,
 )
 from jaxlora.models.hf_config import HfConfig
@@ -25,6 +26,7 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 LONG = {"type": "longrope", "short_factor": [1.0, 2], "long_factor": [3.0, 4.0]}
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 HALF = {"rope_scaling": LONG, "partial_rotary_factor": 0.5}
 
 
@@ -54,21 +56,35 @@ def test_each_fourth_layer_of_olmo3_has_no_window():
     assert read("olmo3").rope.theta == read("olmo3").local_rope.theta == 5e5
 
 
-def test_rotary_positions_of_olmo3():
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = read("olmo3", rope_scaling=yarn)
-    assert config.local_rope == Rope(theta=5e5)
-    assert config.rope.scaling == YarnScaling(
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo3"])
+def test_yarn(family):
+    config = read(family, rope_theta=5e5, rope_scaling=YARN)
+    scaling = YarnScaling(
         factor=8.0,
         fast=32.0,
         slow=1.0,
         original_max_positions=8192,
         magnitude=1.2079441541679836,
     )
+    assert config.rope == Rope(theta=5e5, scaling=scaling)
+    assert config.local_rope == (Rope(theta=5e5) if family == "olmo3" else None)
+    assert config.max_positions >= 65536
+
+
+def test_settings_of_yarn():
+    given = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 40.0}
+    given |= {"original_max_position_embeddings": 4096, "truncate": False}
+
+    def scaling(**more):
+        return read("qwen3", rope_parameters={**given, **more}).rope.scaling
+
+    assert isinstance(scaling(), UnroundedYarnScaling)
+    assert scaling(mscale=2.0).magnitude == scaling().magnitude
+    assert scaling(mscale=2.0, mscale_all_dim=2.0).magnitude == 1.0
+    both = scaling(mscale=1.0, mscale_all_dim=0.5).magnitude
+    assert both == (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)
+    assert scaling(attention_factor=1.5, mscale=2.0).magnitude == 1.5
+    assert scaling(factor=0.5).magnitude == 1.0
 
 
 def test_rotary_positions_of_phi():
@@ -122,7 +138,16 @@ def test_a_family_reads_what_changes_its_layers_or_refuses_it(key, value):
         ),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "without 'short_factor'"),
         ("phi3", {"rope_scaling": {"type": "linear"}}, "supported: default, longrope"),
-        ("llama", {"rope_scaling": LONG}, "supported: default, linear, llama3"),
+        ("llama", {"rope_scaling": LONG}, "supported: default, linear, llama3, yarn"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "without 'origin"),
+        (
+            "qwen2",
+            {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 32}},
+            "beta_fast=1, which must be at least beta_slow=32",
+        ),
+        ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1, with which"),
+        ("llama", {"rope_scaling": {**YARN, "mscale": 0}}, "mscale=0; wanted a number"),
+        ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false for"),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8, more than its 4 e"),
         (
             "qwen3_moe",
