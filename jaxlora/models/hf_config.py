@@ -6,7 +6,7 @@ is another value, and disables it. What a null stands for is said where a key is
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -94,15 +94,16 @@ def count(most: int = 2**31 - 1) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def number(most: float) -> BeforeValidator:
-    """Accepts numbers above 0."""
+def number(most: float, *, or_zero: bool = False) -> BeforeValidator:
+    """Accepts numbers above 0, or also 0."""
 
     def check(value: Any) -> float:
         is_number = _is_whole(value) or isinstance(value, float)
         # `value > most` would let NaN pass.
-        if not is_number or not 0 < value <= most:
-            raise ValueError(f"wanted a number above 0, and at most {most:g}.")
-        return float(value)
+        if is_number and (0 < value <= most or (or_zero and value == 0)):
+            return float(value)
+        least = "of at least 0" if or_zero else "above 0"
+        raise ValueError(f"wanted a number {least}, and at most {most:g}.")
 
     return BeforeValidator(check)
 
@@ -201,8 +202,8 @@ class YarnRope(DefaultRope):
     beta_fast: Factor = 32.0
     beta_slow: Factor = 1.0
     attention_factor: Factor | None = None
-    mscale: Factor | None = None
-    mscale_all_dim: Factor | None = None
+    mscale: Annotated[float, number(1e6, or_zero=True)] = 0.0
+    mscale_all_dim: Annotated[float, number(1e6, or_zero=True)] = 0.0
     truncate: Flag = True
 
     def build(self) -> Rope:
@@ -234,7 +235,7 @@ class YarnRope(DefaultRope):
             # Below 1, transformers has no such factor.
             return 0.1 * multiplier * math.log(max(self.factor, 1.0)) + 1
 
-        if self.mscale is None or self.mscale_all_dim is None:
+        if not (self.mscale and self.mscale_all_dim):
             return magnitude(1.0)
         return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
 
@@ -273,6 +274,17 @@ def read_rope(
             f"config.json has rope_theta={read.rope_theta:g}; wanted at least 1."
         )
     return read.build()
+
+
+def refuse_unread(config: Mapping[str, Any], known: Set[str]) -> None:
+    """Refuses a file that sets other keys than those known and those of no effect."""
+    for key, value in config.items():
+        if key not in _IGNORED | known and value not in (None, False, [], {}):
+            raise ModelError(
+                f"config.json sets {key}={shown(value)}, which is not read here and "
+                "may change what the model computes. If it does not, remove it from "
+                "config.json."
+            )
 
 
 def validated[T: pydantic.BaseModel](
@@ -339,14 +351,7 @@ class HfConfig(pydantic.BaseModel):
             ModelError: A value is missing or unsupported, or a key is set that is not
                 read and that may change the mathematics.
         """
-        for key, value in config.items():
-            is_known = key in _IGNORED | cls.IGNORED | cls.model_fields.keys()
-            if not is_known and value not in (None, False, [], {}):
-                raise ModelError(
-                    f"config.json sets {key}={shown(value)}, which is not read here "
-                    "and may change what the model computes. If it does not, remove it "
-                    "from config.json."
-                )
+        refuse_unread(config, cls.IGNORED | cls.model_fields.keys())
         missing = "config.json lacks {key!r}, so the model is not defined."
         return validated(cls, config, missing).build()
 

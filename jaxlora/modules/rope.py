@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import (
+    GrowingRope,
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
@@ -68,6 +69,21 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: YarnScaling) -> np.nda
     share = np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1)
     stretched = frequencies / np.float32(scaling.factor)
     return (stretched * share + frequencies * (1 - share)).astype(np.float32)
+
+
+def query_table(
+    table: RopeTable, positions: Int[Array, " T"], rope: GrowingRope
+) -> RopeTable:
+    """Returns the table of queries that grow with their positions.
+
+    Args:
+        table: The table of the keys.
+        positions: Position of each row in its own sequence.
+        rope: The rotary positions.
+    """
+    turns = jnp.floor(positions.astype(jnp.float32) / rope.period)
+    factors = (1 + rope.growth * jnp.log1p(turns))[:, None]
+    return table[0] * factors, table[1] * factors
 
 
 def rope_table(positions: Int[Array, " T"], rope: Rope, head_dim: int) -> RopeTable:

@@ -70,6 +70,19 @@ EXACT_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 48,
 }
+GROWING_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+    # Queries grow at the 32nd and at the 64th token.
+    "original_max_position_embeddings": 32,
+}
 V4 = {"torch_dtype": "float32", "transformers_version": "4.46.0"}
 V5 = {"dtype": "float32", "transformers_version": "5.0.0"}
 
@@ -493,6 +506,56 @@ CASES = {
         {"rope_parameters": {**EXACT_YARN, "mscale": 1.0}},
         {"rope_parameters": {**EXACT_YARN, "beta_slow": 2.0}},
     ),
+    "ministral3": (
+        {
+            **V5,
+            "model_type": "ministral3",
+            "architectures": ["Ministral3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": GROWING_YARN,
+            "attention_dropout": 0.0,
+            "sliding_window": None,
+            "pad_token_id": 11,
+            "tie_word_embeddings": False,
+        },
+        {"rope_parameters": {**GROWING_YARN, "llama_4_scaling_beta": 0.0}},
+        {"rope_parameters": {**GROWING_YARN, "mscale_all_dim": 0.0}},
+        {"sliding_window": 8},
+    ),
+    "mistral3": (
+        {
+            **V4,
+            "model_type": "mistral3",
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "image_token_index": 10,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "text_config": {
+                "model_type": "mistral",
+                "head_dim": 12,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "sliding_window": None,
+                "attention_dropout": 0.0,
+            },
+            "vision_config": {
+                "model_type": "pixtral",
+                "head_dim": 4,
+                "hidden_act": "silu",
+                "hidden_size": 8,
+                "image_size": 32,
+                "intermediate_size": 8,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "patch_size": 16,
+            },
+            "vision_feature_layer": -1,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
@@ -504,7 +567,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto_model(folder).from_config(config)
     weights = {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -516,10 +579,29 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise = 0.3 * noise + (0 if "gemma" in config.model_type else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
+        if hasattr(config, "text_config"):
+            name = hub_name(name)
         weights |= unfused(name, noise) if parameter.ndim == 3 else {name: noise}
     file = folder / "model.safetensors"
     safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)
+
+
+def auto_model(folder: pathlib.Path):
+    """Returns the class of transformers that makes the model."""
+    config = json.loads((folder / "config.json").read_text())
+    if "text_config" in config:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def hub_name(name: str) -> str:
+    """Returns the name on the hub of a tensor of a model with several parts."""
+    if name.startswith("model.language_model."):
+        return "language_model.model." + name.removeprefix("model.language_model.")
+    if name.startswith("lm_head."):
+        return f"language_model.{name}"
+    return name.removeprefix("model.")
 
 
 def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -535,7 +617,7 @@ def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def load(folder: pathlib.Path, dtype: torch.dtype = torch.float32):
     """Loads a folder with transformers."""
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    model, report = auto_model(folder).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
@@ -559,7 +641,7 @@ def gradient_of(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     model, ids = load(folder), torch.from_numpy(tokens)
     logits = model(ids[None]).logits[0, :-1]
     torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()
-    layer = model.model.layers[0]
+    layer = getattr(model.model, "language_model", model.model).layers[0]
     names = ("input_layernorm", "post_attention_layernorm")
     name = next(name for name in names if hasattr(layer, name))
     return getattr(layer, name).weight.grad.numpy()
@@ -618,7 +700,11 @@ def check_choices(folder: pathlib.Path, tokens: np.ndarray) -> None:
 
 def write_config(folder: pathlib.Path, config: dict) -> None:
     """Writes config.json."""
-    text = json.dumps({**SHAPE, **config}, indent=2) + "\n"
+    if text := config.get("text_config"):
+        config = {**config, "text_config": {**SHAPE, **text}}
+    else:
+        config = {**SHAPE, **config}
+    text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text)
 
 

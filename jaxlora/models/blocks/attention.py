@@ -88,7 +88,8 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             rope = rows.rope(self.scoring)
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            q = apply_rope(q, *(rows.ropes.query_rope or rope))
+            k = apply_rope(k, *rope)
         out = rows.attend(q, k, v, self.scoring)
         return self.o_proj(out.reshape(len(out), -1), rows.routing)
 

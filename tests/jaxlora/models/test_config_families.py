@@ -16,6 +16,7 @@ from jaxlora.models.config import (
 from jaxlora.models.hf_config import HfConfig
 from jaxlora.models.llama import LlamaLayer
 from jaxlora.models.registry import model_config
+from jaxlora.models.structure import linear_names, linear_path
 
 SHAPE = {
     "vocab_size": 320,
@@ -99,6 +100,40 @@ def test_rotary_positions_of_phi():
     assert read("phi3", max_position_embeddings=131072).max_positions == 131072
 
 
+def test_rotary_positions_of_ministral():
+    config = read("ministral3")
+    assert (config.rope.growth, config.rope.period) == (0.1, 16384)
+    assert config.rope.scaling.magnitude == 1.0
+    assert config.max_positions == 262144
+    given = {**YARN, "llama_4_scaling_beta": 0, "max_position_embeddings": 65536}
+    assert read("ministral3", rope_parameters=given).rope.growth == 0
+
+
+def part(model_type="mistral", **more):
+    text = {**SHAPE, "model_type": model_type, "tie_word_embeddings": True}
+    return model_config({"model_type": "mistral3", "text_config": text, **more})
+
+
+def test_text_model_of_a_model_with_several_parts():
+    config = part(image_token_index=10, vision_config={"hidden_size": 8})
+    assert config.model_type == "mistral"
+    assert config.tie_embeddings
+    assert not part(tie_word_embeddings=False).tie_embeddings
+    assert part("ministral3").rope.growth == 0.1
+    (name, *_) = linear_names(config)
+    assert name == "model.language_model.layers.0.self_attn.q_proj"
+    assert linear_path(name) == "layers.0.self_attn.q_proj"
+
+
+def test_refused_models_with_several_parts():
+    with pytest.raises(ModelError, match="model_type='llama'; for mistral3, wanted"):
+        part("llama")
+    with pytest.raises(ModelError, match="text_config=None; wanted the settings of"):
+        part(text_config=None)
+    with pytest.raises(ModelError, match=r"sets audio_config=.*, which is not read"):
+        part(audio_config={"hidden_size": 8})
+
+
 def test_layers_with_experts():
     config = read("qwen3_moe", mlp_only_layers=[3], decoder_sparse_step=2)
     assert config.has_experts == (False, True, False, False)
@@ -146,8 +181,10 @@ def test_a_family_reads_what_changes_its_layers_or_refuses_it(key, value):
             "beta_fast=1, which must be at least beta_slow=32",
         ),
         ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1, with which"),
-        ("llama", {"rope_scaling": {**YARN, "mscale": 0}}, "mscale=0; wanted a number"),
+        ("llama", {"rope_scaling": {**YARN, "mscale": -1}}, "mscale=-1; wanted a num"),
         ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false for"),
+        ("ministral3", {"rope_parameters": YARN}, "without 'llama_4_scaling_beta'"),
+        ("ministral3", {"rope_theta": 1e4, "rope_scaling": LONG}, "supported: yarn"),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8, more than its 4 e"),
         (
             "qwen3_moe",
