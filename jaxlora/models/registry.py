@@ -8,6 +8,7 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.gemma import Gemma2, Gemma3
+from jaxlora.models.glm import Glm4
 from jaxlora.models.granite import Granite
 from jaxlora.models.hf_config import HfConfig, refuse_unread
 from jaxlora.models.llama import Llama
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Phi3,
         Qwen3Moe,
         Ministral3,
+        Glm4,
     )
 }
 # Models of which the text is one part.

@@ -95,6 +95,20 @@ def rope_table(positions: Int[Array, " T"], rope: Rope, head_dim: int) -> RopeTa
     return cos, sin
 
 
+def as_halves(x: Float[Array, "T H E"], pairs: int) -> Float[Array, "T H E"]:
+    """Moves neighbours apart, the features 2 i to i and 2 i + 1 to i + P.
+
+    `apply_rope` then rotates them together.
+
+    Args:
+        x: Queries or keys.
+        pairs: P, the number of pairs that rotate, the first ones.
+    """
+    rotated, others = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    halves = rotated.reshape(*x.shape[:-1], pairs, 2).swapaxes(-1, -2)
+    return jnp.concatenate([halves.reshape(rotated.shape), others], axis=-1)
+
+
 @jax.custom_vjp
 def apply_rope(
     x: Float[Array, "T H E"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]

@@ -109,6 +109,13 @@ def test_rotary_positions_of_ministral():
     assert read("ministral3", rope_parameters=given).rope.growth == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"rope_scaling": YARN}])
+def test_rotary_positions_of_glm(more):
+    rope = read("glm4", **more).rope
+    assert rope.num_rotated(128) == 64
+    assert isinstance(rope.scaling, YarnScaling) == bool(more)
+
+
 def part(model_type="mistral", **more):
     text = {**SHAPE, "model_type": model_type, "tie_word_embeddings": True}
     return model_config({"model_type": "mistral3", "text_config": text, **more})
@@ -183,6 +190,8 @@ def test_a_family_reads_what_changes_its_layers_or_refuses_it(key, value):
         ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1, with which"),
         ("llama", {"rope_scaling": {**YARN, "mscale": -1}}, "mscale=-1; wanted a num"),
         ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false for"),
+        ("glm4", {"partial_rotary_factor": 0.01}, "1 features rotate; wanted an even"),
+        ("glm4", {"rope_scaling": {"type": "linear"}}, "supported: default, yarn"),
         ("ministral3", {"rope_parameters": YARN}, "without 'llama_4_scaling_beta'"),
         ("ministral3", {"rope_theta": 1e4, "rope_scaling": LONG}, "supported: yarn"),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8, more than its 4 e"),

@@ -23,6 +23,7 @@ FAMILIES = (
     "phi4_mini",
     "qwen3_moe",
     "ministral3",
+    "glm4",
 )
 
 
