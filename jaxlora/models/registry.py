@@ -10,6 +10,7 @@ from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.gemma import Gemma2, Gemma3
 from jaxlora.models.glm import Glm4
 from jaxlora.models.granite import Granite
+from jaxlora.models.granite4 import Granite4
 from jaxlora.models.hf_config import HfConfig, refuse_unread
 from jaxlora.models.llama import Llama
 from jaxlora.models.ministral import MISTRAL3, Ministral3
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Qwen3Moe,
         Ministral3,
         Glm4,
+        Granite4,
     )
 }
 # Models of which the text is one part.

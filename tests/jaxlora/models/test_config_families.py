@@ -116,6 +116,15 @@ def test_rotary_positions_of_glm(more):
     assert isinstance(rope.scaling, YarnScaling) == bool(more)
 
 
+DENSE = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
+
+
+def test_dense_granite4():
+    config = read("granitemoehybrid", **DENSE, shared_intermediate_size=128)
+    assert (config.intermediate_size, config.rotates) == (128, False)
+    assert read("granitemoehybrid", **DENSE, position_embedding_type="rope").rotates
+
+
 def part(model_type="mistral", **more):
     text = {**SHAPE, "model_type": model_type, "tie_word_embeddings": True}
     return model_config({"model_type": "mistral3", "text_config": text, **more})
@@ -190,6 +199,18 @@ def test_a_family_reads_what_changes_its_layers_or_refuses_it(key, value):
         ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1, with which"),
         ("llama", {"rope_scaling": {**YARN, "mscale": -1}}, "mscale=-1; wanted a num"),
         ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false for"),
+        ("granitemoehybrid", {}, "num_local_experts=8: Granite models with experts"),
+        ("granitemoehybrid", {"num_local_experts": 0}, "layer_types=None; .* Mamba"),
+        (
+            "granitemoehybrid",
+            {**DENSE, "layer_types": ["mamba", "attention"] * 2},
+            r"layer_types=\['mamba', .*; wanted attention for each of the 4 layers",
+        ),
+        (
+            "granitemoehybrid",
+            {**DENSE, "position_embedding_type": "alibi"},
+            "position_embedding_type='alibi'; wanted rope, nope",
+        ),
         ("glm4", {"partial_rotary_factor": 0.01}, "1 features rotate; wanted an even"),
         ("glm4", {"rope_scaling": {"type": "linear"}}, "supported: default, yarn"),
         ("ministral3", {"rope_parameters": YARN}, "without 'llama_4_scaling_beta'"),

@@ -24,6 +24,7 @@ FAMILIES = (
     "qwen3_moe",
     "ministral3",
     "glm4",
+    "granite4",
 )
 
 
