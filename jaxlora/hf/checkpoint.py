@@ -5,7 +5,7 @@ import functools
 import logging
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -45,13 +45,19 @@ class Checkpoint:
             weights have a head of their own.
         config: The model that config.json and the weights together define.
         files: The file of each tensor, by Hugging Face's name; none if only config.json
-            is known (`planned_checkpoint`).
+            is known (`planned_checkpoint`). Of a text model that is part of another, it
+            is the name that it has in a checkpoint of the text model alone.
+        stored_names: The name in the checkpoint of each tensor, by that in `files`;
+            empty where these are the same.
+        other_files: The file of each tensor of other parts of the model, by its name.
     """
 
     folder: pathlib.Path
     config_json: dict[str, Any]
     config: ModelConfig
     files: dict[str, TensorFile]
+    stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    other_files: dict[str, TensorFile] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Returns the weights that the config calls for, as if none was quantized."""
@@ -151,6 +157,30 @@ class Checkpoint:
             elif name not in parts | self.activation_scales:
                 yield name, file.array(name)
 
+    def as_stored(
+        self, tensors: Iterable[tuple[str, np.ndarray]], dtype: np.dtype | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields tensors by their names in the checkpoint, and those of other parts.
+
+        Args:
+            tensors: Tensors of the text model.
+            dtype: Dtype of those of other parts; None: they keep their own.
+        """
+        for name, array in tensors:
+            yield self.stored_names.get(name, name), array
+        for name, file in self.other_files.items():
+            array = file.array(name)
+            yield name, array if dtype is None else array.astype(dtype)
+
+
+def with_values(config_json: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """Returns the contents of config.json with other values of the text model."""
+    if (text := config_json.get("text_config")) is None:
+        return {**config_json, **values}
+    # transformers reads whether the head is tied of the whole model.
+    of_all = {key: x for key, x in values.items() if key == "tie_word_embeddings"}
+    return {**config_json, **of_all, "text_config": {**text, **values}}
+
 
 @jax.jit
 def _dequantized(weight: StoredWeight) -> jax.Array:
@@ -205,10 +235,11 @@ def _without_files(folder: pathlib.Path) -> Checkpoint:
 
 
 def _with_files(planned: Checkpoint) -> Checkpoint:
-    files = safetensor_files(planned.folder)
+    planned = _with_text_files(planned, safetensor_files(planned.folder))
+    files = planned.files
     _check_num_layers(planned, files)
     if not _has_own_head(planned.config, files):
-        return dataclasses.replace(planned, files=files)
+        return planned
     logger.warning(
         "%s: config.json says tie_word_embeddings, and the weights hold a %s that "
         "differs from the embedding: it is used, as transformers does. Set "
@@ -218,9 +249,32 @@ def _with_files(planned: Checkpoint) -> Checkpoint:
     )
     return dataclasses.replace(
         planned,
-        files=files,
         config=dataclasses.replace(planned.config, tie_embeddings=False),
-        config_json={**planned.config_json, "tie_word_embeddings": False},
+        config_json=with_values(planned.config_json, tie_word_embeddings=False),
+    )
+
+
+def _with_text_files(planned: Checkpoint, files: dict[str, TensorFile]) -> Checkpoint:
+    """Returns the checkpoint with the files of all tensors of the text model."""
+    if (composite := planned.config.family.composite) is None:
+        return dataclasses.replace(planned, files=files)
+    names = {name: composite.text_name(name) for name in files}
+    text_names = {stored: name for stored, name in names.items() if name is not None}
+    others = {name: files[name] for name in names.keys() - text_names.keys()}
+    for file in {id(file): file for file in files.values()}.values():
+        file.rename(text_names)
+    if others:
+        logger.info(
+            "%s: the text model is used alone; not read: %s of other parts (%s, ...).",
+            planned.folder,
+            counted(len(others), "tensor"),
+            min(others),
+        )
+    return dataclasses.replace(
+        planned,
+        files={name: files[stored] for stored, name in text_names.items()},
+        stored_names={name: stored for stored, name in text_names.items()},
+        other_files=dict(sorted(others.items())),
     )
 
 

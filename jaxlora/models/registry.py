@@ -1,15 +1,19 @@
 """The table of model families, and how a config.json is read."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.gemma import Gemma2, Gemma3
+from jaxlora.models.glm import Glm4
 from jaxlora.models.granite import Granite
-from jaxlora.models.hf_config import HfConfig
+from jaxlora.models.granite4 import Granite4
+from jaxlora.models.hf_config import HfConfig, refuse_unread
 from jaxlora.models.llama import Llama
+from jaxlora.models.ministral import MISTRAL3, Ministral3
 from jaxlora.models.mistral import Mistral
 from jaxlora.models.olmo import Olmo2, Olmo3
 from jaxlora.models.phi import Phi3
@@ -32,8 +36,13 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Olmo3,
         Phi3,
         Qwen3Moe,
+        Ministral3,
+        Glm4,
+        Granite4,
     )
 }
+# Models of which the text is one part.
+COMPOSITES: Mapping[str, Composite] = {x.model_type: x for x in (MISTRAL3,)}
 _EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -52,7 +61,33 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         ModelError: The family is unknown, a value is missing or unsupported, or a field
             is set that this library does not read and that may change the mathematics.
     """
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in COMPOSITES:
+        return _text_of(COMPOSITES[model_type], config)
     return _family(config).read(config)
+
+
+def _text_of(composite: Composite, config: Mapping[str, Any]) -> ModelConfig:
+    """Reads the text model of a model of several parts."""
+    own = {"model_type", "text_config", "tie_word_embeddings"}
+    refuse_unread(config, composite.keys | own)
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(
+            f"config.json has model_type={composite.model_type!r} and "
+            f"text_config={shown(text)}; wanted the settings of its text model."
+        )
+    known, text = composite.texts, {"model_type": composite.texts[0], **text}
+    if text["model_type"] not in known:
+        raise ModelError(
+            f"config.json has a text_config with model_type={shown(text['model_type'])}"
+            f"; for {composite.model_type}, wanted one of {', '.join(known)}."
+        )
+    if (is_tied := config.get("tie_word_embeddings")) is not None:
+        text["tie_word_embeddings"] = is_tied
+    model = _family(text).read(text)
+    family = dataclasses.replace(model.family, composite=composite)
+    return dataclasses.replace(model, family=family)
 
 
 def _family(config: Mapping[str, Any]) -> type[HfConfig]:
@@ -74,9 +109,10 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
             "model alone, as a Gemma3ForCausalLM."
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        names = (kind.FAMILY.models for kind in FAMILIES.values())
+        names = [kind.FAMILY.models for kind in FAMILIES.values()]
+        names += [composite.models for composite in COMPOSITES.values()]
         raise ModelError(
             f"config.json has model_type={shown(model_type)}. Supported: "
-            f"{', '.join(FAMILIES)} ({', '.join(names)})."
+            f"{', '.join((*FAMILIES, *COMPOSITES))} ({', '.join(names)})."
         )
     return FAMILIES[model_type]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, load_model
-from jaxlora.models.registry import FAMILIES
+from jaxlora.models.registry import COMPOSITES, FAMILIES
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.scoring import softcap
 from tests.oracle import relative_error
@@ -81,7 +81,7 @@ def logits_and_gradient(model, samples, total):
 
 def test_there_is_a_case_for_every_family():
     cases = {load_config(MODELS / name)["model_type"] for name in CASES}
-    assert cases == set(FAMILIES)
+    assert cases == {*FAMILIES, *COMPOSITES}
     assert {"llama2", "llama3", "smollm2", "gemma3_v4", "gemma3_v5"} <= set(CASES)
 
 

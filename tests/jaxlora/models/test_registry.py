@@ -45,16 +45,30 @@ OF_EXPERTS = (
         for name in ("gate", "up", "down")
     ),
 )
-OTHER_LINEARS = {"phi3": FUSED, "qwen3_moe": OF_EXPERTS}
+OTHER_LINEARS = {
+    "phi3": FUSED,
+    "qwen3_moe": OF_EXPERTS,
+    "glm4": (*LINEARS[:4], *FUSED[2:]),
+    "granitemoehybrid": (
+        *LINEARS[:4],
+        "shared_mlp.input_linear",
+        "shared_mlp.output_linear",
+    ),
+}
 EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 96,
 }
+DENSE = {
+    "num_local_experts": 0,
+    "layer_types": ["attention"] * 3,
+    "shared_intermediate_size": 96,
+}
 
 
 def config_of(family: str) -> ModelConfig:
-    more = EXPERTS if family == "qwen3_moe" else {}
+    more = {"qwen3_moe": EXPERTS, "granitemoehybrid": DENSE}.get(family, {})
     return model_config({"model_type": family, **SIZES, **more})
 
 
@@ -82,6 +96,8 @@ def test_every_linear_and_norm_has_its_size(family):
         "up_proj": (64, inner),
         "gate_up_proj": (64, 2 * inner),
         "down_proj": (inner, 64),
+        "input_linear": (64, 2 * inner),
+        "output_linear": (inner, 64),
     }
     for name, linear in linears(config).items():
         wanted = sizes[name.rpartition(".")[2]]

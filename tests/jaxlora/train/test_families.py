@@ -15,7 +15,17 @@ from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
-FAMILIES = ("gemma2", "smollm3", "granite", "olmo3", "phi4_mini", "qwen3_moe")
+FAMILIES = (
+    "gemma2",
+    "smollm3",
+    "granite",
+    "olmo3",
+    "phi4_mini",
+    "qwen3_moe",
+    "ministral3",
+    "glm4",
+    "granite4",
+)
 
 
 @pytest.fixture(scope="module")
