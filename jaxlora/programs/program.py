@@ -80,18 +80,17 @@ def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
         identity: The name and all arguments of the function, for the key.
         compute: Computes the value, which JSON can hold.
     """
-    kept, key = _kept(), ""
-    if kept is not None:
-        key = program_key(("value", identity), ())
-        try:
-            if (entry := kept.read(key)) is not None:
-                return json.loads(entry)
-        except (DamagedEntryError, ValueError) as error:
-            _reject(kept.path(key), what, "computed instead", str(error))
+    if (kept := _kept()) is None:
+        return compute()
+    key = program_key(("value", identity), ())
+    try:
+        if (entry := kept.read(key)) is not None:
+            return json.loads(entry)
+    except (DamagedEntryError, ValueError) as error:
+        _reject(kept.path(key), what, "computed instead", str(error))
     start_workers()  # the programs of this run are probably new, too
     value = compute()
-    if kept is not None:
-        kept.write(key, json.dumps(value).encode())
+    kept.write(key, json.dumps(value).encode())
     return value
 
 
