@@ -136,7 +136,10 @@ def model_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _eos_ids(path: Path) -> tuple[int, ...]:
-    given = _object(path).get("eos_token_id")
+    found = _object(path)
+    given = found.get("eos_token_id")
+    if given is None and isinstance(text := found.get("text_config"), dict):
+        given = text.get("eos_token_id")  # of a model with vision
     ids = given if isinstance(given, list) else [] if given is None else [given]
     for value in ids:
         is_id = isinstance(value, int) and not isinstance(value, bool)

@@ -24,7 +24,7 @@ from jaxlora.hf.quantized.linears import (
 from jaxlora.hf.quantized.stored import StorageLayout, StoredWeight
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.config import ModelConfig
-from jaxlora.models.registry import model_config
+from jaxlora.models.registry import model_config, text_settings
 from jaxlora.models.structure import TensorSpec, linear_names, linear_path, tensor_specs
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
+_WITH_VISION, _TEXT = "model.language_model.", "model."
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -41,8 +42,9 @@ class Checkpoint:
 
     Attributes:
         folder: Folder of the files.
-        config_json: Contents of config.json. `tie_word_embeddings` is false where the
-            weights have a head of their own.
+        config_json: Contents of config.json, of a model with vision those for its text
+            model. `tie_word_embeddings` is false where the weights have a head of their
+            own.
         config: The model that config.json and the weights together define.
         files: The file of each tensor, by Hugging Face's name; none if only config.json
             is known (`planned_checkpoint`).
@@ -198,14 +200,14 @@ def planned_checkpoint(
 
 
 def _without_files(folder: pathlib.Path) -> Checkpoint:
-    config_json = read_json(folder / "config.json")
+    config_json = text_settings(read_json(folder / "config.json"))
     config = model_config(config_json)
     read_quantization(config_json)
     return Checkpoint(folder=folder, config_json=config_json, config=config, files={})
 
 
 def _with_files(planned: Checkpoint) -> Checkpoint:
-    files = safetensor_files(planned.folder)
+    files = _text_files(planned, safetensor_files(planned.folder))
     _check_num_layers(planned, files)
     if not _has_own_head(planned.config, files):
         return dataclasses.replace(planned, files=files)
@@ -222,6 +224,33 @@ def _with_files(planned: Checkpoint) -> Checkpoint:
         config=dataclasses.replace(planned.config, tie_embeddings=False),
         config_json={**planned.config_json, "tie_word_embeddings": False},
     )
+
+
+def _text_files(
+    planned: Checkpoint, files: dict[str, TensorFile]
+) -> dict[str, TensorFile]:
+    """Returns the tensors of a text model, by the names that they have without vision.
+
+    The other tensors of a model with vision are left out.
+    """
+    skipped = planned.config.family.skipped
+    if not skipped:
+        return files
+    for file in {id(file): file for file in files.values()}.values():
+        file.rename(lambda name: name.replace(_WITH_VISION, _TEXT, 1))
+    found = {
+        name.replace(_WITH_VISION, _TEXT, 1): file
+        for name, file in files.items()
+        if not name.startswith(skipped)
+    }
+    if num := len(files) - len(found):
+        logger.info(
+            "%s: %s that the text model does not have (%s) will not be read.",
+            planned.folder,
+            counted(num, "tensor"),
+            ", ".join(f"{prefix}*" for prefix in skipped),
+        )
+    return found
 
 
 def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None:

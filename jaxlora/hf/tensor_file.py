@@ -70,6 +70,10 @@ class TensorFile:
         """Returns the names of the tensors in the file."""
         return list(self._header)
 
+    def rename(self, change: Callable[[str], str]) -> None:
+        """Gives the tensors other names."""
+        self._header = {change(name): found for name, found in self._header.items()}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor."""
         return tuple(self._header[name]["shape"])

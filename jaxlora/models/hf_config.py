@@ -19,6 +19,7 @@ from jaxlora.models.config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     ModelConfig,
+    PartialRope,
     Rope,
 )
 
@@ -138,6 +139,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[int, count()]
 Heads = Annotated[int, count(2**12)]
 HeadDim = Annotated[int, count(2**12)]
+Share = Annotated[float, number(1.0)]
 Theta = Annotated[float, number(1e15)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Object = Annotated[dict[str, Any], BeforeValidator(_object)]
@@ -157,6 +159,15 @@ class DefaultRope(pydantic.BaseModel):
     def build(self) -> Rope:
         """Returns the rotary positions."""
         return Rope(theta=self.rope_theta)
+
+
+class PartialRopeKeys(DefaultRope):
+    """The keys of rotary positions that leave some features of a head as they are."""
+
+    partial_rotary_factor: Share = 1.0
+
+    def build(self) -> Rope:
+        return PartialRope(theta=self.rope_theta, share=self.partial_rotary_factor)
 
 
 class _LinearRope(DefaultRope):
@@ -443,3 +454,13 @@ class HfConfig(pydantic.BaseModel):
                 "one."
             )
         return head_dim
+
+    def check_rotated(self, rope: Rope) -> None:
+        """Checks how many features of a head rotate."""
+        head_dim = self.features_of_head()
+        rotated = rope.num_rotated(head_dim)
+        if rotated < 2 or rotated % 2:
+            raise ModelError(
+                f"config.json has head_dim={head_dim} and a partial_rotary_factor by "
+                f"which {rotated} features rotate; wanted an even number above 0."
+            )

@@ -18,8 +18,9 @@ from jaxlora.models.config import (
 )
 from jaxlora.models.hf_config import (
     Count,
-    DefaultRope,
     HfConfig,
+    PartialRopeKeys,
+    Share,
     Windows,
     number,
     only,
@@ -36,18 +37,10 @@ def _factors(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-Share = Annotated[float, number(1.0)]
 Factors = Annotated[tuple[float, ...], BeforeValidator(_factors)]
 
 
-class _PhiRope(DefaultRope):
-    partial_rotary_factor: Share = 1.0
-
-    def build(self) -> Rope:
-        return PartialRope(theta=self.rope_theta, share=self.partial_rotary_factor)
-
-
-class _LongRope(_PhiRope):
+class _LongRope(PartialRopeKeys):
     short_factor: Factors
     long_factor: Factors
     original_max_position_embeddings: Count
@@ -66,7 +59,7 @@ class _LongRope(_PhiRope):
         )
 
 
-_ROPES = {"default": _PhiRope, "longrope": _LongRope}
+_ROPES = {"default": PartialRopeKeys, "longrope": _LongRope}
 
 
 class Phi3Layer(LlamaLayer):
@@ -124,14 +117,9 @@ class Phi3(HfConfig):
             factor = self.max_position_embeddings / original
             own = {"original_max_position_embeddings": original, "factor": factor}
             given = {**own, **given}
-        rope, head_dim = read_rope(given, _ROPES), self.features_of_head()
-        rotated = rope.num_rotated(head_dim)
-        if rotated < 2 or rotated % 2:
-            raise ModelError(
-                f"config.json has head_dim={head_dim} and a partial_rotary_factor by "
-                f"which {rotated} features rotate; wanted an even number above 0."
-            )
-        scaling, pairs = rope.scaling, rotated // 2
+        rope = read_rope(given, _ROPES)
+        self.check_rotated(rope)
+        scaling, pairs = rope.scaling, rope.num_rotated(self.features_of_head()) // 2
         if isinstance(scaling, LongRopeScaling) and len(scaling.factors) != pairs:
             raise ModelError(
                 f"config.json has {len(scaling.factors)} values in short_factor; "

@@ -14,6 +14,7 @@ from jaxlora.models.mistral import Mistral
 from jaxlora.models.olmo import Olmo2, Olmo3
 from jaxlora.models.phi import Phi3
 from jaxlora.models.qwen import Qwen2, Qwen3
+from jaxlora.models.qwen3_5 import Qwen35
 from jaxlora.models.qwen_moe import Qwen3Moe
 from jaxlora.models.smollm3 import SmolLM3
 
@@ -32,8 +33,16 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Olmo3,
         Phi3,
         Qwen3Moe,
+        Qwen35,
     )
 }
+# Models with vision, whose text model this library reads, by their model_type.
+_WITH_VISION: Mapping[str, type[HfConfig]] = {
+    kind.FAMILY.vision_type: kind
+    for kind in FAMILIES.values()
+    if kind.FAMILY.vision_type is not None
+}
+_OF_WHOLE_MODEL = ("tie_word_embeddings", "quantization_config")
 _EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -52,7 +61,28 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         ModelError: The family is unknown, a value is missing or unsupported, or a field
             is set that this library does not read and that may change the mathematics.
     """
-    return _family(config).read(config)
+    text = text_settings(config)
+    return _family(text).read(text)
+
+
+def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the contents of a config.json, of a model with vision for its text model.
+
+    Raises:
+        ModelError: It is a model with vision, without settings of a text model.
+    """
+    model_type = config.get("model_type")
+    known = _WITH_VISION.get(model_type) if isinstance(model_type, str) else None
+    if known is None:
+        return dict(config)
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(
+            f"config.json has model_type={model_type!r} and text_config={shown(text)}; "
+            "wanted an object with the settings of the text model."
+        )
+    whole = {key: config[key] for key in _OF_WHOLE_MODEL if key in config}
+    return {**text, **whole, "model_type": known.FAMILY.model_type}
 
 
 def _family(config: Mapping[str, Any]) -> type[HfConfig]:
@@ -77,6 +107,6 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
         names = (kind.FAMILY.models for kind in FAMILIES.values())
         raise ModelError(
             f"config.json has model_type={shown(model_type)}. Supported: "
-            f"{', '.join(FAMILIES)} ({', '.join(names)})."
+            f"{', '.join((*FAMILIES, *_WITH_VISION))} ({', '.join(names)})."
         )
     return FAMILIES[model_type]

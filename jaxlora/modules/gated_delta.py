@@ -13,7 +13,6 @@ References:
     Gated Delta Networks, arXiv 2412.06464.
 """
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.models.config import DeltaShape
 from jaxlora.modules.rowwise import inverse_rms, sum_of_squares
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels.varying import vary, varying_axes
@@ -35,40 +35,6 @@ _NO_SEGMENT = -2  # differs from all samples, and from padding
 _product = functools.partial(
     jnp.einsum, precision="highest", preferred_element_type=jnp.float32
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DeltaShape:
-    """Sizes of the gated delta rule of a layer.
-
-    Attributes:
-        num_key_heads: HK, heads of queries and keys.
-        num_value_heads: H, heads of values and gates; a multiple of HK.
-        key_dim: K, features of a query or key.
-        value_dim: E, features of a value.
-        conv_width: W, rows that the convolution sees, the own one included.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-
-    @property
-    def key_features(self) -> int:
-        """Features of the queries of all heads, and of the keys."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def value_features(self) -> int:
-        """Features of the values of all heads."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def mixed_features(self) -> int:
-        """C, features of queries, keys and values together."""
-        return 2 * self.key_features + self.value_features
 
 
 class DeltaWeights(NamedTuple):

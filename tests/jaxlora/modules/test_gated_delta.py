@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlora.models.config import DeltaShape
 from jaxlora.modules.gated_delta import (
     DeltaInputs,
-    DeltaShape,
     DeltaWeights,
     cached_gated_delta,
     empty_delta_cache,

@@ -15,7 +15,15 @@ from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
-FAMILIES = ("gemma2", "smollm3", "granite", "olmo3", "phi4_mini", "qwen3_moe")
+FAMILIES = (
+    "gemma2",
+    "smollm3",
+    "granite",
+    "olmo3",
+    "phi4_mini",
+    "qwen3_moe",
+    "qwen3_5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +63,7 @@ def test_alone_equals_together(train, jobs):
 
 @pytest.mark.grid
 @pytest.mark.needs_devices(4)
-@pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe", "qwen3_5"], indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
     pair = [job.replace(target_modules="all-linear") for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}
