@@ -14,6 +14,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _NAME = "jaxlora-background"
+# Threads of pools that stay to the end begin so. Nothing waits for them.
+POOL = "jaxlora-pool"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -47,7 +49,8 @@ def end_process(status: int) -> None:
     others = set(threading.enumerate()) - {threading.current_thread()}
     if any(thread.name == _NAME for thread in others):
         for thread in others:  # such as one that writes a file
-            if not thread.daemon and thread.name != _NAME:
+            is_ours = thread.name == _NAME or thread.name.startswith(POOL)
+            if not (thread.daemon or is_ours):
                 thread.join()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,17 +1,37 @@
 """Writes a TensorBoard file."""
 
+import contextlib
 import os
 import pathlib
 import socket
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tensorboardX.proto import event_pb2, summary_pb2
-from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import hparams, text
+from jaxlora.common.atomic import wrap_os_errors
 
-from jaxlora.common.atomic import make_folder, wrap_os_errors
+
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Makes imports of a package fail, unless it has been imported before."""
+    if package in sys.modules:
+        yield
+        return
+    modules: dict[str, Any] = sys.modules
+    modules[package] = None
+    try:
+        yield
+    finally:
+        del modules[package]
+
+
+# tensorboardX imports torch if that is installed, which takes seconds of each start. It
+# needs torch for nothing but tensors of torch.
+with _without("torch"):
+    from tensorboardX.proto import event_pb2, summary_pb2
+    from tensorboardX.record_writer import RecordWriter
+    from tensorboardX.summary import hparams, text
 
 _proto: Any = event_pb2  # its classes are made when it is imported
 _summaries: Any = summary_pb2
@@ -44,7 +64,8 @@ class Board:
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
         with wrap_os_errors(self._path):
-            make_folder(folder)
+            # Neither its name nor what is written later is synced to the disk.
+            folder.mkdir(parents=True, exist_ok=True)
             self._writer = RecordWriter(str(self._path))
         self._flushed = time.monotonic()
         try:

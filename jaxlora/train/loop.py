@@ -96,6 +96,8 @@ def train_run(
         run.send_written(waits=True)
         stops = stops and not all(job.progress.is_over for job in run.jobs)
         run.send(events.RunEndEvent(round=run.round, is_interrupted=stops))
+        if processes.is_first():
+            logger.info("seconds since the start of the run: %s", run.watch)
         run.listeners.raise_failure()
         return stops
 
@@ -145,9 +147,8 @@ class Loop:
                     if self._take_requests(waits=True) or more or self._wait():
                         continue
                     break
-                if run.plan.config.checkpoint_every:
-                    store.prepare(run.slots)
-                self._train_microbatches()
+                with run.watch.on("training"):
+                    self._train_microbatches()
                 self._take_requests()
             if store.latest != run.round:
                 self._save(self._snapshot())
@@ -262,6 +263,8 @@ class Loop:
         run = self._run
         run.round += 1
         self._has_stepped = run.has_events = False
+        saves = run.plan.config.checkpoint_every
+        run.store.prepare(run.slots if saves else None)
         self._due = self._in_round()
         self._window.num_rounds += 1
         is_last = run.round % run.plan.config.window_steps == 0
@@ -285,14 +288,16 @@ class Loop:
         Returns:
             The states; None if a later border has them.
         """
-        found = self._executor.snapshot()
+        with self._run.watch.on("checkpoints"):
+            found = self._executor.snapshot()
         self._life.may_start = found is not None
         return found
 
     def _save(self, read_slot: ReadSlot | None) -> None:
         assert read_slot is not None, "steps are in flight"
         here = [job.slot for job in self._stepped if job.has_slot]
-        self._run.save(self._ticks.saved(self._life.describe(), here), read_slot)
+        with self._run.watch.on("checkpoints"):
+            self._run.save(self._ticks.saved(self._life.describe(), here), read_slot)
 
     # ---- requests, signals and suggestions -----------------------------------------
 
@@ -305,7 +310,8 @@ class Loop:
         if run.control.wants_checkpoint() and run.store.latest != run.round:
             self._save(self._snapshot())
         run.send_written(waits=True)
-        return run.control.wait(self._must_end)
+        with run.watch.on("waiting for other groups"):
+            return run.control.wait(self._must_end)
 
     def _must_end(self) -> bool:
         """Whether a signal or a failed callback, on any process, ends the run."""

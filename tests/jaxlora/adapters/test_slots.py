@@ -205,11 +205,11 @@ def test_an_average_is_read_and_exported(tables, adapters):
     job, _ = adapters
     table = tables(4, EVERY)
     table.load(1, job, "schedule_free_adamw")
-    start = table.read(1, job).by_path()
+    start = table.begin_reading(1, job)().by_path()
     for path, weight in job.by_path().items():
         np.testing.assert_allclose(start[path], weight, rtol=1e-6)
     train(table, 1, job, seed=1, steps=range(3))
-    kinds, found = table.copy(1).by_kind(), table.read(1, job).by_path()
+    kinds, found = table.copy(1).by_kind(), table.begin_reading(1, job)().by_path()
     evaluated = to_paths(table._spec.stacks, table.weights, axis=1)
     for path, y in kinds["params"].items():
         b1 = kinds["schedule_free_adamw.b1"][path]

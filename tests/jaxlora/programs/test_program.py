@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxlora.programs import kept as on_disk
 from jaxlora.programs import key, program
-from jaxlora.programs.kept import KeptPrograms, deserialize
+from jaxlora.programs.kept import KeptPrograms, SavedProgram
 from jaxlora.programs.program import (
     Prepared,
     Program,
@@ -109,12 +109,15 @@ def test_a_loaded_program_is_the_compiled_one(kept):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (x.sharding, x.committed) == (y.sharding, y.committed)
-    memory = [
-        p.prepare(*arguments()).compiled().memory_analysis() for p in (first, second)
-    ]
+    prepared = [p.prepare(*arguments()) for p in (first, second)]
+    kept_memory = [one.memory_analysis() for one in prepared]
+    memory = [one.compiled().memory_analysis() for one in prepared]
     for name in ("argument", "output", "alias", "temp"):
         sizes = [getattr(m, f"{name}_size_in_bytes") for m in memory]
         assert sizes[0] == sizes[1]
+        if name != "argument":
+            own = [getattr(m, f"{name}_size_in_bytes") for m in kept_memory]
+            assert own == sizes
 
 
 def test_a_program_for_each_shape(kept):
@@ -144,6 +147,14 @@ def test_a_program_is_prepared_before_there_are_arrays(kept):
     result = one(*arguments())
     assert one.num_compilations() == 1
     assert jax.tree.map(lambda x: x.shape, found) == jax.tree.map(jnp.shape, result)
+    again = make().prepare(*shapes)
+    assert again.is_loaded
+    kept_info = again.out_info
+    assert jax.tree.structure(kept_info) == jax.tree.structure(result)
+    for info, x in zip(
+        jax.tree.leaves(kept_info), jax.tree.leaves(result), strict=True
+    ):
+        assert (info.shape, info.dtype) == (x.shape, x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +171,8 @@ def test_an_entry_that_cannot_be_loaded(kept, caplog, how):
     elif how == "another pickle":
         kept.write(path.stem, pickle.dumps({"x": 1}))
     else:
-        _, *others = pickle.loads(kept.read(path.stem))
-        kept.write(path.stem, pickle.dumps((b"", *others)))
+        saved = SavedProgram.read(kept.read(path.stem))._replace(executable=b"")
+        kept.write(path.stem, pickle.dumps(saved))
     one = make()
     assert bits(one(*arguments())) == bits(jax.jit(step)(*arguments()))
     assert one.num_compilations() == 1
@@ -190,7 +201,7 @@ def test_a_program_of_jaxs_cache_is_not_serialized_again(kept, tmp_path):
         make()(*arguments())
     wait_until_kept()
     (path,) = kept.folder.iterdir()
-    loaded = deserialize(kept.read(path.stem), arguments())
+    loaded = SavedProgram.read(kept.read(path.stem)).load(arguments())
     assert bits(loaded(*arguments())) == bits(jax.jit(step)(*arguments()))
 
 
