@@ -82,7 +82,7 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             "wanted an object with the settings of the text model."
         )
     whole = {key: config[key] for key in _OF_WHOLE_MODEL if key in config}
-    return {**text, **whole, "model_type": known.FAMILY.model_type}
+    return {"model_type": known.FAMILY.model_type, **text, **whole}
 
 
 def _family(config: Mapping[str, Any]) -> type[HfConfig]:
