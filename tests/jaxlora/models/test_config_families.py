@@ -162,7 +162,8 @@ def test_a_model_with_vision_is_read_as_its_text_model():
     assert model_config(tied).tie_embeddings
     with pytest.raises(ModelError, match="text_config=None; wanted an object"):
         model_config({"model_type": "qwen3_5"})
-    with pytest.raises(ModelError, match=r"model_type='other'\. Supported: .* qwen3_5 "):
+    match = r"model_type='other'\. Supported: .* qwen3_5 "
+    with pytest.raises(ModelError, match=match):
         model_config({**whole, "text_config": {**text, "model_type": "other"}})
 
 
