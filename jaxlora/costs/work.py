@@ -11,10 +11,17 @@ import operator
 import jax.numpy as jnp
 
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import DeltaShape, ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
+from jaxlora.modules.gated_delta import CHUNK_TOKENS
 
+# The kernels that XLA makes of a chunk of the gated delta rule are small, and wait for
+# each other. A chunked form in plain JAX took 4.7 ms forward on an H200, for 8,192
+# tokens and 32 heads of 128 x 128: this many times the time of its traffic. Its
+# backward pass took 2.2 times as long; here the forward pass is computed again, too.
+_DELTA_WAITS = 9
+_DELTA_BACKWARD = 3.2
 _LOGIT_BYTES = 16  # traffic per logit: in float32 to the loss, in bfloat16 to the head
 
 
@@ -75,11 +82,10 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work
         fp8_forward, fp8_backward = _fp8_passes(spec, path)
         forward += _product_work(linear, rank, is_fp8=fp8_forward)
         backward += _product_work(linear, 2 * rank, is_fp8=fp8_backward)
-    attention = _attention_work(spec.config, layer, mean_tokens)
-    elementwise = _elementwise_work(spec)
+    mixing = _mixing_passes(spec.config, layer, mean_tokens)
+    attention, elementwise = mixing.forward, _elementwise_work(spec, layer)
     forward += attention + elementwise
-    # The backward pass computes the scores again, and then four products, not two.
-    backward += Work(flops=2.5 * attention.flops) + elementwise + elementwise
+    backward += mixing.backward + elementwise + elementwise
     backward += _remat_work(spec, layer, forward, attention, elementwise)
     return Passes(forward=forward, backward=backward)
 
@@ -125,6 +131,21 @@ def _product_work(linear: LayerLinear, rank: int, *, is_fp8: bool = False) -> Wo
     return Work(flops=frozen + adapter)
 
 
+def _mixing_passes(config: ModelConfig, layer: int, mean_tokens: float) -> Passes[Work]:
+    """Work of the part of a layer in which rows see other rows."""
+    shape = config.delta_shape(layer)
+    if shape is None:
+        forward = _attention_work(config, layer, mean_tokens)
+        # The backward pass computes the scores again; then four products, not two.
+        return Passes(forward=forward, backward=Work(flops=2.5 * forward.flops))
+    forward = _delta_work(shape)
+    backward = Work(
+        flops=_DELTA_BACKWARD * forward.flops,
+        memory_bytes=_DELTA_BACKWARD * forward.memory_bytes,
+    )
+    return Passes(forward=forward, backward=backward)
+
+
 def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work:
     """Work of the scores and of the weighted values; a token sees half its sample."""
     window = config.layer_windows[layer]
@@ -132,11 +153,29 @@ def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work
     return Work(flops=4 * config.query_features * keys)
 
 
-def _elementwise_work(spec: DecoderSpec) -> Work:
+def _delta_work(shape: DeltaShape) -> Work:
+    """Work of the gated delta rule in chunks, in plain JAX, whatever the samples."""
+    chunk, key, value = CHUNK_TOKENS, shape.key_dim, shape.value_dim
+    of_key_head = 4 * chunk * key
+    of_value_head = 6 * key * value + 4 * chunk * value + chunk**2
+    # Matrices of a chunk, S before it, and rows on the way, each written and read.
+    elements = 6 * chunk + key * value / chunk + 4 * value
+    heads = shape.num_value_heads
+    return Work(
+        flops=shape.num_key_heads * of_key_head + heads * of_value_head,
+        memory_bytes=_DELTA_WAITS * 2 * 4 * heads * elements,
+    )
+
+
+def _elementwise_work(spec: DecoderSpec, layer: int) -> Work:
     """Memory traffic of norms, residual sums, rotary positions and the activation."""
     config = spec.config
     elements = 10 * config.hidden_size + 3 * config.intermediate_size
-    elements += 4 * (config.query_features + config.kv_features)
+    shape = config.delta_shape(layer)
+    if shape is None:
+        elements += 4 * (config.query_features + config.kv_features)
+    else:  # the convolution, the norms of heads and the gate of the output
+        elements += 4 * shape.mixed_features + 3 * shape.value_features
     return Work(memory_bytes=elements * jnp.dtype(spec.options.dtype).itemsize)
 
 
@@ -148,6 +187,7 @@ def _remat_work(
         return Work()
     if spec.options.remat == "elementwise":
         is_fused = spec.options.attention != "xla"
+        is_fused |= spec.config.delta_shape(layer) is not None
         return elementwise if is_fused else elementwise + attention
     made = list(linears(spec.config, layer).values())
 

@@ -27,10 +27,9 @@ from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.modules.base_param import BaseParam
-from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.routing import Routing
-from jaxlora.modules.rows import CachedRows, layer_ropes
+from jaxlora.modules.rows import Cache, CachedRows, layer_ropes
 from jaxlora.modules.trained_tensors import tensor_of
 from jaxlora.modules.whole_head import with_whole_logits
 from jaxlora.programs.program import Prepared, Program
@@ -80,14 +79,14 @@ class State(NamedTuple):
     """State of a batch between two calls of `decode`.
 
     Attributes:
-        cache: Keys and values, for each stage and each layer of it.
+        cache: What each layer of each stage keeps, such as keys and values.
         logits: Logits of each sequence's next token.
         is_done: Whether a sequence has ended.
         place: Place in the cache of the next token.
         step: Number of tokens of each sequence that were generated.
     """
 
-    cache: tuple[tuple[LayerCache, ...], ...]
+    cache: tuple[tuple[Cache, ...], ...]
     logits: Float[Array, "B V"]
     is_done: Bool[Array, " B"]
     place: Int[Array, ""]
@@ -135,7 +134,7 @@ class _Stage:
         layers = self.spec.abstract().layers
         return [layers[str(i)] for i in self.spec.layer_numbers]
 
-    def empty_cache(self, num_rows: int, num_tokens: int) -> tuple[LayerCache, ...]:
+    def empty_cache(self, num_rows: int, num_tokens: int) -> tuple[Cache, ...]:
         """Makes the cache of the stage's layers."""
         cache = tuple(x.empty_cache(num_rows, num_tokens) for x in self._layers)
         return jax.device_put(cache, self.sharding(num_rows))
@@ -168,11 +167,11 @@ class _Stage:
     def run(
         self,
         decoder: Decoder,
-        cache: tuple[LayerCache, ...],
+        cache: tuple[Cache, ...],
         sequences: Sequences,
         x: Int[Array, "B S"] | Float[Array, "T D"],
         place: Int[Array, ""],
-    ) -> tuple[tuple[LayerCache, ...], Float[Array, "T D"] | Float[Array, "B V"]]:
+    ) -> tuple[tuple[Cache, ...], Float[Array, "T D"] | Float[Array, "B V"]]:
         """Runs S tokens of each sequence.
 
         The rows of a sequence are one token block, so each has its own adapter.
@@ -237,7 +236,7 @@ class _Stage:
 
 
 # Runs tokens through a stage: cache, sequences, x, place -> cache, x; see `_Stage.run`.
-_Run = Callable[..., tuple[tuple[LayerCache, ...], Any]]
+_Run = Callable[..., tuple[tuple[Cache, ...], Any]]
 
 
 class Programs:

@@ -32,6 +32,7 @@ class LayerLinear:
         use_bias: Whether it adds a bias.
         projection: Its number, which keys its dropout masks.
         role: How devices divide it.
+        in_xla: Whether plain XLA runs it, whichever kernels run the others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LayerLinear:
     use_bias: bool
     projection: int
     role: Role
+    in_xla: bool = False
 
     @property
     def divides(self) -> Literal["K", "N"] | None:
@@ -92,6 +94,7 @@ class LayerBuilder:
         use_bias: bool = False,
         role: Role,
         hf_name: str | None = None,
+        in_xla: bool = False,
     ) -> MultiLoraLinear:
         """Makes a frozen linear, with slots if it is adapted.
 
@@ -102,6 +105,7 @@ class LayerBuilder:
             use_bias: Whether it adds a bias.
             role: How devices divide it.
             hf_name: Its path inside a layer of a checkpoint; None: `name`.
+            in_xla: Whether plain XLA runs it, whichever kernels run the others.
         """
         linear = LayerLinear(
             name=name,
@@ -110,6 +114,7 @@ class LayerBuilder:
             use_bias=use_bias,
             projection=len(self.linears),
             role=role,
+            in_xla=in_xla,
         )
         self.linears.append(linear)
         options, path = self.options, f"layers.{self.number}.{name}"
@@ -125,7 +130,7 @@ class LayerBuilder:
             dtype=options.dtype,
             layer=None,
             projection=linear.projection,
-            implementation=options.implementation,
+            implementation="xla" if in_xla else options.implementation,
             kernel=kernel,
             input_parts=options.tensor if role == "row" else 1,
             output_parts=parts.get(role, 1),

@@ -153,6 +153,40 @@ class Composite:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaShape:
+    """Sizes of the gated delta rule of a layer.
+
+    Attributes:
+        num_key_heads: HK, heads of queries and keys.
+        num_value_heads: H, heads of values and gates; a multiple of HK.
+        key_dim: K, features of a query or key.
+        value_dim: E, features of a value.
+        conv_width: W, rows that the convolution sees, the own one included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def key_features(self) -> int:
+        """Features of the queries of all heads, and of the keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_features(self) -> int:
+        """Features of the values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def mixed_features(self) -> int:
+        """C, features of queries, keys and values together."""
+        return 2 * self.key_features + self.value_features
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Properties that all models of one `model_type` share.
 
@@ -278,6 +312,11 @@ class ModelConfig:
 
     def layer_kind(self, layer: int) -> Hashable:
         """Returns a value that layers with weights of the same shapes share."""
+        del layer
+        return None
+
+    def delta_shape(self, layer: int) -> DeltaShape | None:
+        """Returns the sizes of a layer's gated delta net; None: it has attention."""
         del layer
         return None
 

@@ -12,12 +12,11 @@ from jaxtyping import Array, Float
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.options import Remat
-from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.producers import normed_input
 from jaxlora.modules.routing import LinearInput, Routing
-from jaxlora.modules.rows import PackedRows, Rows
+from jaxlora.modules.rows import Cache, PackedRows, Rows
 from jaxlora.modules.scoring import ATTENTION_RESULTS
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 from jaxlora.sharding.tensor import gather_rows, scatter_rows
@@ -45,11 +44,20 @@ class Block(Protocol):
         """
 
 
+@runtime_checkable
+class Mixer(Block, Protocol):
+    """A block in which rows see other rows, such as attention."""
+
+    def empty_cache(self, num_sequences: int, num_tokens: int) -> Cache:
+        """Returns the cache of generation before its first tokens."""
+
+
 class DecoderLayer(nnx.Module):
     """The base of the layers of all families: attention, then a feed-forward block.
 
-    A family makes the modules; norms that it does not make are left out. If devices
-    share the layer, h has the rows of one of them.
+    A family makes the modules; norms that it does not make are left out. One with a
+    block in the place of attention names it by `mixer`. If devices share the layer, h
+    has the rows of one of them.
 
     Attributes:
         multiplier: Factor of what each block adds to the hidden states.
@@ -66,10 +74,15 @@ class DecoderLayer(nnx.Module):
     def __init__(self, make: LayerBuilder):
         self.tensor = make.options.tensor
 
+    @property
+    def mixer(self) -> Mixer:
+        """The block in which rows see other rows, with which the layer begins."""
+        return self.self_attn
+
     def attend(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
-        """Applies the first half of the layer, attention."""
+        """Applies the first half of the layer, attention or what is in its place."""
         norms = {"before": self.attention_norm, "after": self.attention_output_norm}
-        return self._add(self.self_attn, h, rows, **norms)
+        return self._add(self.mixer, h, rows, **norms)
 
     def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         """Applies the second half of the layer."""
@@ -79,14 +92,14 @@ class DecoderLayer(nnx.Module):
     def __call__(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
         return self.feed_forward(self.attend(h, rows), rows)
 
-    def empty_cache(self, num_sequences: int, num_tokens: int) -> LayerCache:
+    def empty_cache(self, num_sequences: int, num_tokens: int) -> Cache:
         """Returns the cache of generation before its first tokens.
 
         Args:
             num_sequences: Number of sequences.
             num_tokens: Tokens of each sequence that it holds.
         """
-        return self.self_attn.empty_cache(num_sequences, num_tokens)
+        return self.mixer.empty_cache(num_sequences, num_tokens)
 
     def _add(
         self,

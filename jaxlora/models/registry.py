@@ -18,6 +18,7 @@ from jaxlora.models.mistral import Mistral
 from jaxlora.models.olmo import Olmo2, Olmo3
 from jaxlora.models.phi import Phi3
 from jaxlora.models.qwen import Qwen2, Qwen3
+from jaxlora.models.qwen3_5 import QWEN3_5, Qwen35
 from jaxlora.models.qwen_moe import Qwen3Moe
 from jaxlora.models.smollm3 import SmolLM3
 
@@ -39,10 +40,11 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Ministral3,
         Glm4,
         Granite4,
+        Qwen35,
     )
 }
 # Models of which the text is one part.
-COMPOSITES: Mapping[str, Composite] = {x.model_type: x for x in (MISTRAL3,)}
+COMPOSITES: Mapping[str, Composite] = {x.model_type: x for x in (MISTRAL3, QWEN3_5)}
 _EXPERTS = (
     "num_experts",
     "num_local_experts",

@@ -9,15 +9,25 @@ import dataclasses
 import typing
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.config import GrowingRope, ModelConfig, Rope
+from jaxlora.models.config import DeltaShape, GrowingRope, ModelConfig, Rope
 from jaxlora.modules.attention import AttentionImplementation, packed_attention
 from jaxlora.modules.cached_attention import LayerCache, cached_attention
+from jaxlora.modules.gated_delta import (
+    DeltaCache,
+    DeltaInputs,
+    DeltaWeights,
+    cached_gated_delta,
+    packed_gated_delta,
+)
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.rope import RopeTable, query_table, rope_table
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.scoring import Scoring
+
+Cache = LayerCache | DeltaCache  # what a layer keeps in generation
 
 
 class LayerRopes(typing.NamedTuple):
@@ -87,6 +97,18 @@ class Rows(abc.ABC):
             scoring: Settings of the scores.
         """
 
+    @abc.abstractmethod
+    def mix(
+        self, given: DeltaInputs, weights: DeltaWeights, shape: DeltaShape
+    ) -> Float[Array, "T H E"]:
+        """Runs the gated delta rule over each row and those before it in its sequence.
+
+        Args:
+            given: The rows.
+            weights: Frozen weights.
+            shape: Sizes.
+        """
+
 
 @typing.no_type_check  # JAX rebuilds it around things that are not arrays
 @jax.tree_util.register_dataclass
@@ -122,6 +144,12 @@ class PackedRows(Rows):
             implementation=self.implementation,
         )
 
+    def mix(self, given, weights, shape):
+        """Runs `packed_gated_delta`."""
+        ids = self.segment_ids
+        block_tokens = len(ids) // len(self.routing.block_adapter)
+        return packed_gated_delta(given, weights, shape, ids, block_tokens=block_tokens)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRows(Rows):
@@ -133,14 +161,14 @@ class CachedRows(Rows):
         place: Place in the cache of the first new token, the same for all sequences.
         starts: Place in the cache of each sequence's first token. Places before it are
             padding.
-        caches: For each layer, keys and values of the tokens before. Once a layer has
-            run, its own have those of the new tokens, too.
+        caches: For each layer, what it keeps of the tokens before, such as keys and
+            values. Once a layer has run, its own has the new tokens, too.
         layer: Number in `caches` of the layer that runs.
     """
 
     place: Int[Array, ""]
     starts: Int[Array, " B"]
-    caches: list[LayerCache]
+    caches: list[Cache]
     layer: int = 0
 
     def for_layer(self, layer: int) -> "CachedRows":
@@ -150,8 +178,20 @@ class CachedRows(Rows):
     def attend(self, q, k, v, scoring):
         """Adds the rows to the cache of the layer, and runs `cached_attention`."""
         num, cache = len(self.starts), self.caches[self.layer]
+        assert isinstance(cache, LayerCache)
         new_q, new_k, new_v = (x.reshape(num, -1, *x.shape[1:]) for x in (q, k, v))
         out, self.caches[self.layer] = cached_attention(
             new_q, new_k, new_v, cache, self.place, self.starts, scoring
         )
         return out.reshape(q.shape)
+
+    def mix(self, given, weights, shape):
+        """Runs `cached_gated_delta`, and replaces the cache of the layer."""
+        cache = self.caches[self.layer]
+        assert isinstance(cache, DeltaCache)
+        num_new = len(given.mixed) // len(self.starts)
+        is_padding = self.place + jnp.arange(num_new) < self.starts[:, None]
+        out, self.caches[self.layer] = cached_gated_delta(
+            given, weights, shape, cache, is_padding
+        )
+        return out

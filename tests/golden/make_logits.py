@@ -12,9 +12,9 @@ logits.npz, which holds of two sequences of unequal lengths, each computed alone
                         layer, which in OLMo is the one after attention
     bfloat16_error_1    largest error of the second one's logits in bfloat16
 
-Those with experts also have lora.safetensors: a LoRA of rank `RANK`, of scaling 1, on
-each linear of the layers, experts included, and with it the first sequence's logits and
-the gradients of its summed loss by A (r K) and B (N r).
+Those with experts or gated delta nets also have lora.safetensors: a LoRA of rank
+`RANK`, of scaling 1, on each linear of the layers, experts included, and with it the
+first sequence's logits and the gradients of its summed loss by A (r K) and B (N r).
 
 transformers reads the same config.json that jaxlora reads; some are in the spelling of
 transformers 4, some in that of version 5.
@@ -614,6 +614,46 @@ CASES = {
         {"attention_multiplier": 0.35355339059327373},
         {"residual_multiplier": 1.0},
     ),
+    "qwen3_5": (
+        {
+            **V5,
+            "model_type": "qwen3_5_text",
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+            },
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "tie_word_embeddings": False,
+        },
+        {"rms_norm_eps": 1e-6},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+            }
+        },
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
@@ -633,13 +673,15 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             # The gain is a little above 1, so that attention is not flat.
             noise *= 1.5 * parameter.shape[-1] ** -0.5
         elif name.endswith("norm.weight"):
-            # Gemma multiplies by 1 + weight.
-            noise = 0.3 * noise + (0 if "gemma" in config.model_type else 1)
+            # Gemma multiplies by 1 + weight, as Qwen3.5 does but for one norm.
+            adds_one = config.model_type.startswith(("gemma", "qwen3_5"))
+            is_offset = adds_one and not name.endswith("linear_attn.norm.weight")
+            noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
         if hasattr(config, "text_config"):
             name = hub_name(name)
-        weights |= unfused(name, noise) if parameter.ndim == 3 else {name: noise}
+        weights |= unfused(name, noise) if "experts" in name else {name: noise}
     file = folder / "model.safetensors"
     safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)
@@ -721,14 +763,14 @@ def write_lora(folder: pathlib.Path, tokens: np.ndarray, seed: int) -> None:
 
     for name, weight in model.named_parameters():
         weight.requires_grad_(False)
-        if weight.ndim == 3:
+        if "experts" in name:
             parts = [
                 changed(key.removesuffix(".weight"), part)
                 for key, part in unfused(name, weight).items()
             ]
             fused = torch.cat(parts).reshape(weight.shape)
             used[name] = fused
-        elif name.endswith("_proj.weight"):
+        elif "_proj" in name:
             used[name] = changed(name.removesuffix(".weight"), weight)
     logits = torch.func.functional_call(model, used, (ids[None],)).logits[0]
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
@@ -788,6 +830,7 @@ def make(name: str, seed: int) -> None:
     if "num_experts" in config:
         for tokens in sequences:
             check_choices(folder, tokens)
+    if "num_experts" in config or "linear_conv_kernel_dim" in config:
         write_lora(folder, sequences[0], seed)
     for change in changes:
         write_config(folder, {**config, **change})

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -29,6 +30,7 @@ class Attention(nnx.Module):
         rotates: bool = True,
         neighbours: bool = False,
         fused: bool = False,
+        gated: bool = False,
     ):
         """Makes the modules.
 
@@ -41,7 +43,9 @@ class Attention(nnx.Module):
             neighbours: Whether a feature rotates with the next one, not with one of
                 the other half.
             fused: Whether one linear, `qkv_proj`, makes queries, keys and values.
+            gated: Whether `q_proj` makes a gate of the output beside each query.
         """
+        assert not (fused and gated)
         width, q, kv = config.hidden_size, config.query_features, config.kv_features
         read = {"use_bias": config.qkv_bias}
         self.fused = fused
@@ -52,7 +56,7 @@ class Attention(nnx.Module):
         else:
             heads: dict[str, Any] = {"role": "heads", **read}
             self.q_proj = make.linear(
-                "self_attn.q_proj", width, q, role="column", **read
+                "self_attn.q_proj", width, (1 + gated) * q, role="column", **read
             )
             self.k_proj = make.linear("self_attn.k_proj", width, kv, **heads)
             self.v_proj = make.linear("self_attn.v_proj", width, kv, **heads)
@@ -60,6 +64,7 @@ class Attention(nnx.Module):
             "self_attn.o_proj", q, width, role="row", use_bias=config.o_bias
         )
         self.norms, self.rotates, self.neighbours = norms, rotates, neighbours
+        self.gated = gated
         if norms != "none":
             features = (config.head_dim,) * 2 if norms == "head" else (q, kv)
             self.q_norm = make.norm("self_attn.q_norm", features[0])
@@ -84,6 +89,10 @@ class Attention(nnx.Module):
             ends = self.query_features, self.query_features + self.kv_features
             read = jnp.split(read[0], ends, axis=-1)
         q, k, v = read
+        gate = None
+        if self.gated:
+            heads = q.reshape(len(q), -1, 2 * self.head_dim)
+            q, gate = jnp.split(heads, 2, axis=-1)
         if self.norms == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.reshape(len(y), -1, self.head_dim) for y in (q, k, v))
@@ -96,6 +105,8 @@ class Attention(nnx.Module):
             q = apply_rope(q, *(rows.ropes.query_rope or rope))
             k = apply_rope(k, *rope)
         out = rows.attend(q, k, v, self.scoring)
+        if gate is not None:
+            out = _gated(out, gate)
         return self.o_proj(out.reshape(len(out), -1), rows.routing)
 
     def empty_cache(self, num_sequences: int, num_tokens: int) -> LayerCache:
@@ -107,3 +118,12 @@ class Attention(nnx.Module):
         """
         shape = num_sequences, self.num_kv_heads, num_tokens, self.head_dim
         return LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+
+
+@jax.checkpoint
+def _gated(
+    x: Float[Array, "T H E"], gate: Float[Array, "T H E"]
+) -> Float[Array, "T H E"]:
+    """`x * sigmoid(gate)`, in float32; the backward pass keeps x and the gate."""
+    wide = x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return wide.astype(x.dtype)

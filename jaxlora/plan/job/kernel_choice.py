@@ -159,6 +159,8 @@ def kernels_unsupported(
     assert spec.slots is not None
     for path in spec.adapted:
         linear = spec.linear(path)
+        if linear.in_xla:
+            continue
         shape = LinearShape(
             dtype=spec.options.dtype,
             in_features=linear.in_features,

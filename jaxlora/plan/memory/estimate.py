@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend import core as jax_core
 
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.build import LayerLinear
+from jaxlora.models.config import DeltaShape
 from jaxlora.models.division import part_shapes
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.options import Remat
@@ -21,6 +22,11 @@ from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linears
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.modules.gated_delta import (
+    DeltaInputs,
+    DeltaWeights,
+    packed_gated_delta,
+)
 from jaxlora.modules.scoring import layer_scoring
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
@@ -53,6 +59,10 @@ _TOGETHER = {
     "v_proj": "q, k and v",
     "gate_proj": "gate and up",
     "up_proj": "gate and up",
+    "in_proj_qkv": "qkv and z",
+    "in_proj_z": "qkv and z",
+    "in_proj_b": "b and a",
+    "in_proj_a": "b and a",
 }
 
 
@@ -61,7 +71,8 @@ class StepBytes:
     """Bytes per token that the training step of a decoder needs at one capacity.
 
     Attributes:
-        kept_by_layer: Kept by each layer for its backward pass.
+        kept_by_layer: Kept by each layer for its backward pass; the mean, if layers are
+            of several kinds.
         kept_at_ends: Kept outside the layers, most of it for the loss.
         recomputed: What one layer keeps beyond `kept_by_layer` while it runs again in
             its backward pass.
@@ -126,11 +137,11 @@ def step_bytes(
 ) -> StepBytes:
     """Estimates the bytes per token of a training step from what its trace keeps.
 
-    The arrays that the backward pass keeps are counted for the first two layers, traced
-    with one or two numbers of tokens. Transient memory inside a layer is added by a
-    formula. That of attention may be larger than all other arrays in a layer, and
-    cuDNN's may almost double per token from one capacity to the next: its sequences are
-    divisors of the capacity.
+    The arrays that the backward pass keeps are counted for the first two layers, and
+    the first of each other kind, traced with one or two numbers of tokens. Transient
+    memory inside a layer is added by a formula. That of attention may be larger than
+    all other arrays in a layer, and cuDNN's may almost double per token from one
+    capacity to the next: its sequences are divisors of the capacity.
 
     Args:
         spec: The whole decoder, or the part of it that a device runs.
@@ -154,6 +165,10 @@ def _estimate(
     if num_tokens is None:
         return found
     attention = _attention_bytes(spec, num_tokens)
+    for shape in set(map(spec.config.delta_shape, range(spec.config.num_layers))):
+        if shape is not None:
+            given = spec.options.dtype, num_tokens, block_tokens
+            attention = max(attention, _delta_bytes(shape, *given))
     # The MLP's arrays are free again when attention's gradient begins.
     freed = _MLP_KEEPS * _mlp_bytes(spec)
     kept = max(0.0, freed - found.recomputed)
@@ -173,19 +188,27 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         tokens *= 2
 
     remat, mlp, hidden = spec.options.remat, _mlp_bytes(spec), _hidden_bytes(spec)
-    one, fixed = _kept(_first_layers(spec, 1, remat=remat), tokens, block_tokens)
+    one, fixed = _kept(_of_layers(spec, (0,), remat=remat), tokens, block_tokens)
     two = one
-    if spec.config.num_layers > 1:
-        whole = _first_layers(spec, 2, remat=remat)
-        if _first_are_alike(spec):
+    kinds = [spec.config.layer_kind(i) for i in range(spec.config.num_layers)]
+    if len(kinds) > 1:
+        second = 1 if kinds[1] == kinds[0] else 0
+        whole = _of_layers(spec, (0, second), remat=remat)
+        if _are_alike(spec, 0, second):
             both = _kept_bytes(whole, tokens, block_tokens)
             two = (both - 2 * fixed) / tokens
         else:
             two, _ = _kept(whole, tokens, block_tokens)
-    recomputed = 0.0
-    if remat != "none":
-        weakest = _first_layers(spec, 1, remat="none")
-        recomputed = _kept(weakest, tokens, block_tokens)[0] - one
+    more = recomputed = 0.0
+    for kind in dict.fromkeys(kinds):
+        layer = (kinds.index(kind),)
+        own = _of_layers(spec, layer, remat=remat)
+        kept = _kept(own, tokens, block_tokens)[0]
+        more += kinds.count(kind) / len(kinds) * (kept - one)
+        if remat != "none":
+            weakest = _of_layers(spec, layer, remat="none")
+            most = _kept(weakest, tokens, block_tokens)[0]
+            recomputed = max(recomputed, most - kept)
     # The gradients of the MLP's arrays, as none of these is free for them.
     alone = _MLP_KEEPS * mlp + hidden - recomputed
     if remat == "none":
@@ -195,7 +218,7 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         # the hidden states has the place of what was kept for the loss.
         transient, own = mlp, mlp + hidden
     return StepBytes(
-        kept_by_layer=two - one,
+        kept_by_layer=two - one + more,
         kept_at_ends=2 * one - two,
         recomputed=recomputed,
         transient=transient,
@@ -203,15 +226,33 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
     )
 
 
-def _first_layers(spec: DecoderSpec, num_layers: int, *, remat: Remat) -> DecoderSpec:
-    config = spec.config.of_layers(range(num_layers))
+def _of_layers(
+    spec: DecoderSpec, numbers: tuple[int, ...], *, remat: Remat
+) -> DecoderSpec:
+    """Returns the decoder that consists of some layers, by their numbers."""
+
+    def renumbered(paths: Iterable[str]) -> Iterator[str]:
+        for path in paths:
+            _, layer, name = path.split(".", 2)
+            for new, number in enumerate(numbers):
+                if number == int(layer):
+                    yield f"layers.{new}.{name}"
+
     options = dataclasses.replace(spec.options, remat=remat)
-    adapted = spec.stage(0, num_layers).adapted
-    return dataclasses.replace(spec, config=config, options=options, adapted=adapted)
+    if (base := options.base_format) is not None:
+        kept = tuple(sorted(renumbered(base.kept)))
+        base = BaseFormat(options=base.options, kept=kept)
+        options = dataclasses.replace(options, base_format=base)
+    return dataclasses.replace(
+        spec,
+        config=spec.config.of_layers(numbers),
+        options=options,
+        adapted=tuple(sorted(renumbered(spec.adapted))),
+    )
 
 
-def _first_are_alike(spec: DecoderSpec) -> bool:
-    """Whether the first two layers keep as many bytes that no token adds to.
+def _are_alike(spec: DecoderSpec, one: int, other: int) -> bool:
+    """Whether two layers keep as many bytes that no token adds to.
 
     These are slices of the slot tables. The embedding and the loss keep none, unless
     slots train whole copies.
@@ -223,7 +264,7 @@ def _first_are_alike(spec: DecoderSpec) -> bool:
         paths = spec.stage(number, number + 1).adapted
         return {(p.split(".", 2)[2], spec.options.weight_format(p)) for p in paths}
 
-    return linears(0) == linears(1)
+    return linears(one) == linears(other)
 
 
 @functools.lru_cache(maxsize=64)
@@ -344,7 +385,9 @@ def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
         compiler_options=training_options(spec),
     )
     most = 0
-    for scoring in {layer_scoring(config, i) for i in range(config.num_layers)}:
+    numbers = range(config.num_layers)
+    attending = [i for i in numbers if config.delta_shape(i) is None]
+    for scoring in {layer_scoring(config, i) for i in attending}:
 
         def forward(q, k, v, segment_ids, scoring=scoring):
             attention = functools.partial(
@@ -360,6 +403,48 @@ def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
         found = run.lower(backward, q).compile().memory_analysis()
         most = max(most, found.temp_size_in_bytes if found else 0)
     return most / num_tokens
+
+
+@functools.lru_cache(maxsize=64)
+def _delta_bytes(
+    shape: DeltaShape, dtype: jnp.dtype, num_tokens: int, block_tokens: int
+) -> float:
+    """Bytes per token of the gradient of a gated delta rule, by the compiler.
+
+    It is plain JAX, for which the compiler of any device is good enough.
+    """
+    heads = shape.num_value_heads
+
+    def array(*sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def rows(*features: int) -> Any:
+        return array(num_tokens, *features)
+
+    def gradient(given, weights, segment_ids, dout):
+        def run(given: DeltaInputs) -> jax.Array:
+            return packed_gated_delta(
+                given, weights, shape, segment_ids, block_tokens=block_tokens
+            )
+
+        return jax.vjp(run, given)[1](dout)
+
+    found = (
+        jax.jit(gradient)
+        .lower(
+            DeltaInputs(rows(shape.mixed_features), rows(heads), rows(heads)),
+            DeltaWeights(
+                array(shape.mixed_features, shape.conv_width),
+                array(heads),
+                array(heads),
+            ),
+            jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+            rows(heads, shape.value_dim),
+        )
+        .compile()
+        .memory_analysis()
+    )
+    return (found.temp_size_in_bytes if found else 0) / num_tokens
 
 
 def _mask_bytes(spec: DecoderSpec) -> int:

@@ -1,5 +1,6 @@
 """The keys of config.json that only some families have."""
 
+import dataclasses
 import math
 
 import pytest
@@ -228,3 +229,50 @@ def test_a_family_reads_what_changes_its_layers_or_refuses_it(key, value):
 def test_refused(family, more, match):
     with pytest.raises(ModelError, match=match):
         read(family, **more)
+
+
+def test_each_fourth_layer_of_qwen3_5_has_attention():
+    config = read("qwen3_5_text")
+    assert config.is_linear == (True, True, True, False)
+    assert config.rope.num_rotated(config.head_dim) == 64
+    kinds = ["full_attention", "linear_attention"] * 2
+    assert read("qwen3_5_text", layer_types=kinds).is_linear == (False, True) * 2
+    every = read("qwen3_5_text", full_attention_interval=2)
+    assert every.is_linear == (True, False) * 2
+    assert every.delta_shape(1) is None
+    assert every.delta_shape(0).mixed_features == (2 * 16 + 32) * 128
+
+
+def test_a_model_with_vision_is_read_as_its_text_model():
+    text = {**SHAPE, "model_type": "qwen3_5_text", "linear_num_value_heads": 48}
+    whole = {
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"depth": 1},
+    }
+    found = model_config(whole)
+    family = dataclasses.replace(found.family, composite=None)
+    assert dataclasses.replace(found, family=family) == model_config(text)
+    tied = {**whole, "tie_word_embeddings": True}
+    assert model_config(tied).tie_embeddings
+    with pytest.raises(ModelError, match="text_config=None; wanted the settings"):
+        model_config({"model_type": "qwen3_5"})
+    match = "text_config with model_type='other'; for qwen3_5, wanted one of"
+    with pytest.raises(ModelError, match=match):
+        model_config({**whole, "text_config": {**text, "model_type": "other"}})
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"layer_types": ["linear_attention"] * 3}, "for each of the 4 layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, "wanted full_attention or linear"),
+        ({"linear_num_value_heads": 24}, "not a multiple of linear_num_key_heads=16"),
+        ({"attn_output_gate": False}, "attn_output_gate=False; only True"),
+        ({"partial_rotary_factor": 0.01}, "by which 1 features rotate"),
+        ({"num_experts": 8}, "mixture-of-experts models are not supported"),
+    ],
+)
+def test_values_of_qwen3_5_that_are_refused(more, match):
+    with pytest.raises(ModelError, match=match):
+        read("qwen3_5_text", head_dim=128, **more)

@@ -81,7 +81,8 @@ def logits_and_gradient(model, samples, total):
 
 def test_there_is_a_case_for_every_family():
     cases = {load_config(MODELS / name)["model_type"] for name in CASES}
-    assert cases == {*FAMILIES, *COMPOSITES}
+    # tests/jaxlora/hf/test_vision.py reads a Qwen3.5 with vision.
+    assert cases == {*FAMILIES, *COMPOSITES} - {"qwen3_5"}
     assert {"llama2", "llama3", "smollm2", "gemma3_v4", "gemma3_v5"} <= set(CASES)
 
 
@@ -102,7 +103,7 @@ def test_logits_and_gradients_equal_those_of_transformers(case):
     [
         *(
             pytest.param(case, marks=pytest.mark.grid)
-            for case in ("llama3", "gemma3_v4")
+            for case in ("llama3", "gemma3_v4", "qwen3_5")
         ),
         *("gemma2", "gemma3_v5"),
     ],

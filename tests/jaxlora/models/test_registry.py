@@ -45,6 +45,11 @@ OF_EXPERTS = (
         for name in ("gate", "up", "down")
     ),
 )
+HYBRID = (
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z")),
+    *(f"linear_attn.{name}" for name in ("in_proj_b", "in_proj_a", "out_proj")),
+    *LINEARS[4:],
+)
 OTHER_LINEARS = {
     "phi3": FUSED,
     "qwen3_moe": OF_EXPERTS,
@@ -54,6 +59,7 @@ OTHER_LINEARS = {
         "shared_mlp.input_linear",
         "shared_mlp.output_linear",
     ),
+    "qwen3_5_text": HYBRID,
 }
 EXPERTS = {
     "num_experts": 2,
@@ -98,6 +104,11 @@ def test_every_linear_and_norm_has_its_size(family):
         "down_proj": (inner, 64),
         "input_linear": (64, 2 * inner),
         "output_linear": (inner, 64),
+        "in_proj_qkv": (64, (2 * 16 + 32) * 128),
+        "in_proj_z": (64, 32 * 128),
+        "in_proj_b": (64, 32),
+        "in_proj_a": (64, 32),
+        "out_proj": (32 * 128, 64),
     }
     for name, linear in linears(config).items():
         wanted = sizes[name.rpartition(".")[2]]

@@ -7,11 +7,20 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxlora import Trainer
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.models.registry import model_config
 from jaxlora.models.structure import tensor_specs
 from tests import tiny
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
+from tests.jaxlora.train.runs import (
+    InterruptAt,
+    assert_generates_alike,
+    assert_same_bits,
+    outcome,
+    two_slots,
+)
+from tests.jaxlora.train.test_bfloat16 import only
 from tests.jaxlora.train.test_contracts import assert_same_training
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
@@ -25,6 +34,7 @@ FAMILIES = (
     "ministral3",
     "glm4",
     "granite4",
+    "qwen3_5",
 )
 
 
@@ -63,9 +73,49 @@ def test_alone_equals_together(train, jobs):
     assert np.isfinite(together.losses[pair[1].name]).all()
 
 
+@pytest.fixture
+def pair(jobs):
+    """Two jobs that adapt all linears."""
+    return [job.replace(target_modules="all-linear") for job in jobs[:2]]
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+def test_no_bit_depends_on_the_rows_of_others(train, pair):
+    """Also where chunks of rows pass a state on, and where a neighbour diverges."""
+    together = train(pair)
+    for slot, job in enumerate(pair):
+        with only(slot):
+            same = train(pair)
+        assert same.losses[job.name] == together.losses[job.name]
+        assert same.bytes[job.name] == together.bytes[job.name]
+    wild = pair[1].replace(name="wild", learning_rate=1e30, warmup_steps=0, steps=50)
+    with_wild = train([pair[0], wild])
+    assert with_wild.progress["wild"].status == "failed"
+    assert_same_training(with_wild, together, [pair[0].name])
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
+    often = {"window_steps": 1, "checkpoint_every": 1}
+    whole = train(pair, **often)
+    config = two_slots(model, tmp_path / "stopped", pair, **often)
+    assert Trainer(config, model).train(callbacks=[InterruptAt(1)]).interrupted
+    assert_same_bits(outcome(config, model, resume=True), whole)
+    adapter = whole.folder / "adapters" / pair[0].name
+    assert_generates_alike(model, adapter, tmp_path / "merged")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("remat", ["elementwise", "mlp", "layer"])
+def test_recomputing_changes_rounding_at_most(train, pair, remat):
+    names = [job.name for job in pair]
+    assert_same_training(train(pair), train(pair, remat=remat), names)
+
+
 @pytest.mark.grid
 @pytest.mark.needs_devices(4)
-@pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe", "qwen3_5"], indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
     pair = [job.replace(target_modules="all-linear") for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}

@@ -75,6 +75,25 @@ def test_a_step_on_a_cpu(layers_per_program):
     assert 0.7 * measured < estimated < 1.4 * measured
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_a_step_of_layers_of_two_kinds(remat):
+    """The first three of four have a gated delta net in the place of attention."""
+    given = {k: v for k, v in CONFIG.items() if k not in ("head_dim", "rope_theta")}
+    kind = {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    features = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    spec = decoder(
+        {**given, **kind, **sizes, **heads, **features},
+        dtype=jnp.dtype("float32"),
+        remat=remat,
+        max_segment_tokens=256,
+    )
+    estimated, measured = estimated_and_measured(spec, 1024)
+    assert 0.7 * measured < estimated < 1.4 * measured
+
+
 @fused.only_where_it_runs
 @pytest.mark.parametrize("remat", get_args(Remat))
 @pytest.mark.parametrize(

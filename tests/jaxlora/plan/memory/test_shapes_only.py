@@ -69,7 +69,9 @@ def test_two_layers_keep_what_two_traces_show(remat, is_fused, is_tied, unlike):
     with planned_for(planned.TRACED_ON):
         found = estimate._step_bytes(spec, 64)
         (one, fixed), (two, fixed_of_two) = (
-            estimate._kept(estimate._first_layers(spec, n, remat=remat), 4096, 64)
+            estimate._kept(
+                estimate._of_layers(spec, tuple(range(n)), remat=remat), 4096, 64
+            )
             for n in (1, 2)
         )
     assert found.kept_by_layer == pytest.approx(two - one, rel=1e-6)
