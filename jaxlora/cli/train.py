@@ -10,12 +10,12 @@ from jaxlora.cli.options import (
     add_mesh,
     add_overrides,
     add_price,
-    importing,
     positive_int,
     read_run,
     use_device,
 )
 from jaxlora.common.console import show, stdout
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     # It may take as long as the imports. Without GPUs, it fails at once.
     gpus = in_background(query_gpus)
-    with importing():
+    with no_garbage_collection():
         from jaxlora.config import run_file  # noqa: F401
         from jaxlora.distributed.start import find_membership, joined, local_device_ids
 
@@ -138,7 +138,7 @@ def _train_in_process(
     from jaxlora.device_check import import_while_starting, start_backend
 
     start_backend()
-    with importing():
+    with no_garbage_collection():
         from jaxlora.distributed import processes
         from jaxlora.run.folder import check_folder
         from jaxlora.run.lock import check_not_in_use

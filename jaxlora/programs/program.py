@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from jax._src import config as jax_config
 from jaxlora.common import console
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.distributed import processes
 from jaxlora.pallas_kernels import (
     compile_program,
@@ -380,22 +380,6 @@ def finish(prepared: Sequence[Prepared]) -> None:
                 waited,
                 each,
             )
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pauses Python's collector of reference cycles.
-
-    Tracing and lowering make millions of long-lived objects. The collector would scan
-    them repeatedly, which would take half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager
