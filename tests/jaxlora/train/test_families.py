@@ -26,6 +26,7 @@ FAMILIES = (
     "glm4",
     "granite4",
 )
+MESHED = ("smollm3", "qwen3_moe", "ministral3")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_alone_equals_together(train, jobs):
 
 @pytest.mark.grid
 @pytest.mark.needs_devices(4)
-@pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe", "ministral3"], indirect=True)
+@pytest.mark.parametrize("folder", MESHED, indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
     pair = [job.replace(target_modules="all-linear") for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}
