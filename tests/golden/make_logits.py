@@ -654,6 +654,48 @@ CASES = {
             }
         },
     ),
+    "qwen3_6": (
+        {
+            **V5,
+            "model_type": "qwen3_5",
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "image_token_id": 10,
+            "video_token_id": 11,
+            "vision_start_token_id": 12,
+            "vision_end_token_id": 13,
+            "text_config": {
+                "model_type": "qwen3_5_text",
+                "head_dim": 16,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_section": [1, 1, 0],
+                    "mrope_interleaved": True,
+                },
+                "full_attention_interval": 2,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 3,
+                "output_gate_type": "swish",
+            },
+            "vision_config": {
+                "model_type": "qwen3_5_vision",
+                "depth": 1,
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_heads": 2,
+                "num_position_embeddings": 4,
+                "out_hidden_size": 32,
+                "patch_size": 4,
+                "spatial_merge_size": 1,
+                "temporal_patch_size": 1,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
@@ -679,7 +721,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
-        if hasattr(config, "text_config"):
+        if config.model_type == "mistral3":
             name = hub_name(name)
         weights |= unfused(name, noise) if "experts" in name else {name: noise}
     file = folder / "model.safetensors"
@@ -696,7 +738,7 @@ def auto_model(folder: pathlib.Path):
 
 
 def hub_name(name: str) -> str:
-    """Returns the name on the hub of a tensor of a model with several parts."""
+    """Returns the name on the hub of a tensor of a Mistral 3."""
     if name.startswith("model.language_model."):
         return "language_model.model." + name.removeprefix("model.language_model.")
     if name.startswith("lm_head."):
