@@ -14,9 +14,11 @@ from jaxlora.errors import JaxloraError
 from jaxlora.models.structure import linears
 from jaxlora.profile.training import random_base
 from jaxlora.scheduler import Lanes, Pipeline, violations
+from jaxlora.scheduler.stream.state import Rules
 from scripts.bench import __main__ as bench
 from scripts.bench.mesh import benchmark
 from scripts.bench.mesh.cases import Case, Window, samples_of
+from scripts.bench.mesh.fixed_ticks import fixed_shape_cost
 from scripts.bench.mesh.measure import flops_per_token, measure
 from scripts.bench.mesh.results import results
 
@@ -127,10 +129,10 @@ def test_a_window_has_all_samples_by_the_rules():
 
 def test_a_stream_of_a_kind_of_jobs_by_the_rules_of_the_run():
     kind = "1 job ten times 3 others"
-    case = dataclasses.replace(
-        CASE, adapters=(4,), kinds=(kind,), padding_share=1.0, microbatch_tokens=512
-    )
-    rules = case.plan().rules
+    case = dataclasses.replace(CASE, adapters=(4,), kinds=(kind,))
+    lanes = Lanes(pipeline=Pipeline.one_f_one_b(2))
+    cost = fixed_shape_cost(case.microbatch_tokens, 2)
+    rules = Rules(limits=case.limits, lanes=lanes, cost=cost)
     window = Window.of_kind(case, kind, [Adapter(modules={})] * 4, rules)
     assert [len(job.prepared.train_data.samples) for job in window.jobs.values()] == [
         160, 16, 16, 16,
