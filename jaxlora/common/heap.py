@@ -4,12 +4,10 @@ import contextlib
 import ctypes
 
 # Parameters of mallopt(3), by the numbers of malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_SETTINGS = {
-    _MMAP_THRESHOLD: 32 << 20,  # the largest that is allowed
-    _TRIM_THRESHOLD: 1 << 30,
-    _ARENA_MAX: 2,
-}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# The first is the largest that is allowed. Fewer arenas would keep more memory, but
+# programs then took twice as long to compile.
+_SETTINGS = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 1 << 30}
 
 
 def keep_freed_memory() -> None:
