@@ -8,7 +8,7 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.gemma import Gemma2, Gemma3
-from jaxlora.models.glm import Glm4
+from jaxlora.models.glm import Glm, Glm4
 from jaxlora.models.granite import Granite
 from jaxlora.models.granite4 import Granite4
 from jaxlora.models.hf_config import HfConfig, refuse_unread
@@ -41,6 +41,7 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Glm4,
         Granite4,
         Qwen35,
+        Glm,
     )
 }
 # Models of which the text is one part.

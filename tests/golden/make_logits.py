@@ -696,6 +696,23 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "glm": (
+        {
+            **V4,
+            "model_type": "glm",
+            "architectures": ["GlmForCausalLM"],
+            "head_dim": 12,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        {"partial_rotary_factor": 1.0},
+        {"rms_norm_eps": 1e-6},
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
