@@ -147,6 +147,8 @@ def test_a_setting_in_the_wrong_place():
         run_config({"model": "m", "jobs": [job], "r": 8})
     with pytest.raises(ConfigError, match="'mesh' is a setting of the run"):
         run_config({"model": "m", "jobs": [job | {"mesh": "fsdp=2"}]})
+    with pytest.raises(ConfigError, match=r"'chat' is a setting of data\. Put it"):
+        run_config({"model": "m", "jobs": [job | {"chat": True}]})
 
 
 def test_the_documentation_lists_all_names():
