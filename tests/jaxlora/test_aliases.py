@@ -98,6 +98,7 @@ def test_a_setting_that_has_to_be_converted():
 @pytest.mark.parametrize(
     ("setting", "hint"),
     [
+        ({"lr": 1e-3}, "'lr' is not a setting here. Set learning_rate"),
         ({"load_in_4bit": False}, r"Leave it out\.$"),
         ({"load_in_4bit": None}, r"Leave it out\.$"),
         ({"load_in_8bit": "false"}, r"Leave it out\.$"),
