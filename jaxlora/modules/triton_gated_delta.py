@@ -236,13 +236,12 @@ _rule.defvjp(_rule_forward, _rule_backward, optimize_remat=True)
 
 
 def _constants(q: Array, v: Array) -> dict[str, Any]:
-    (_, key_heads, key_dim), (_, heads, value_dim) = q.shape, v.shape
+    _, key_heads, key_dim = q.shape
     return {
-        "H": heads,
+        "H": v.shape[1],
         "HK": key_heads,
         "K": key_dim,
         "KP": padded_dim(key_dim),
-        "E": value_dim,
         "SCALE": key_dim**-0.5,
         "PRECISION": "tf32x3" if v.dtype == jnp.float32 else "tf32",
     }
@@ -290,7 +289,7 @@ def _forward(
         grid=(v.shape[2] // tile.sizes["COLUMNS"], v.shape[1], layout.order.size),
         tile=tile,
         target=target,
-        constants=_constants(q, v) | {"KEPT": kept},
+        constants=_constants(q, v) | {"E": v.shape[2], "KEPT": kept},
     )
 
 
@@ -305,7 +304,7 @@ def _backward(q, k, dout, beta, prepared: _Prepared, layout: _Layout, target: Ta
         grid=(dout.shape[2] // tile.sizes["COLUMNS"], dout.shape[1], layout.order.size),
         tile=tile,
         target=target,
-        constants=_constants(q, dout),
+        constants=_constants(q, dout) | {"E": dout.shape[2]},
     )
 
 
@@ -325,5 +324,5 @@ def _gradients(
         grid=(q.shape[1], _chunks(len(q)), parts),
         tile=tile,
         target=target,
-        constants=_constants(q, v),
+        constants=_constants(q, v) | {"E": v.shape[2]},
     )

@@ -32,9 +32,15 @@ KINDS = {
 }
 
 
+def _run(kernel, inputs, out_types, grid, constants):
+    # jax_triton refuses other constants.
+    assert constants.keys() == {*kernel.arg_names[len(inputs) + len(out_types) :]}
+    return triton_interpreter.run(kernel, inputs, out_types, grid, constants)
+
+
 @pytest.fixture(autouse=True)
 def _interpreter():
-    with interpreted(triton_interpreter.run):
+    with interpreted(_run):
         yield
 
 
