@@ -91,6 +91,7 @@ def test_no_bit_depends_on_the_rows_of_others(train, pair):
     assert_same_training(with_wild, together, [pair[0].name])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
 def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
     often = {"window_steps": 1, "checkpoint_every": 1}
