@@ -37,8 +37,8 @@ def start_backend() -> None:
 
     def start() -> str:
         backend = jax.default_backend()
-        # The allocator takes its memory with the first array. An error of it comes
-        # again where an array is needed.
+        # The allocator takes its memory with the first array. If that fails, it fails
+        # again where an array is needed, which reports it.
         with contextlib.suppress(Exception):
             jax.block_until_ready(jax.device_put(0))
         return backend

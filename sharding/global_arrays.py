@@ -24,8 +24,8 @@ _HOST_MEMORY = "pinned_host"
 # XLA's allocator of this memory has 64 GiB, unless its settings say otherwise.
 _MOST_LOCKED = 40 << 30
 _PIECE_BYTES = 1 << 24
-# An array of the same dtype up to the first size is copied whole, and transposed by the
-# host up to the second: to load a compiled program takes longer than either.
+# An array that keeps its dtype is copied whole up to the first size; up to the second,
+# the host transposes it. Loading a compiled program would take longer than either.
 _WHOLE_BYTES, TRANSPOSED_BYTES = 1 << 26, 1 << 22
 
 

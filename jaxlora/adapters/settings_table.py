@@ -39,7 +39,7 @@ class SettingsTable:
     def settings(self) -> SlotSettings:
         """The settings, on the devices.
 
-        They are put there when they are needed, as many slots may change before.
+        They are put there when they are needed, because many slots may change before.
         """
         if self._changed:
             self._settings = self._settings | self._put(self._changed)

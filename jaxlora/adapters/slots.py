@@ -147,7 +147,18 @@ class SlotTable:
     @property
     def row_bytes(self) -> int:
         """Bytes of the weights of a slot."""
-        tables = self._tables[PARAMS].values()
+        return self._row_bytes(PARAMS)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that `begin_reading` queues for a slot at most."""
+        assert self._spec.slots is not None
+        if any(map(evaluates_other_weights, self._spec.slots.optimizers)):
+            return sum(map(self._row_bytes, self._tables))
+        return self.row_bytes
+
+    def _row_bytes(self, kind: Kind) -> int:
+        tables = self._tables[kind].values()
         return sum(t.size * t.dtype.itemsize // t.shape[0] for t in tables)
 
     @property
@@ -330,7 +341,7 @@ class SlotTable:
     ) -> None:
         """Writes the rows of some kinds, and zeros in the others.
 
-        Of weights alone, the state of the optimizer begins.
+        If weights alone are written, the state of the optimizer begins anew.
 
         Args:
             slot: The slot.

@@ -12,8 +12,8 @@ from jaxlora.common.background import in_background
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.sharding.global_arrays import reserve_host
 
-# Copies of slots that wait to be read: how many, and their bytes on the devices, which
-# a run has not planned for; one is always made.
+# Bounds on the copies of slots that wait to be read: their number, and their bytes on
+# the devices, for which a run has not planned. One copy is always allowed.
 _MOST_UNREAD, _MOST_UNREAD_BYTES = 8, 1 << 28
 # An adapter as it is written to the slots of each stage.
 Padded = tuple[PaddedAdapter, ...]
@@ -37,7 +37,8 @@ class StagedSlots:
         """
         self._adapted = [spec.trained_modules for spec in specs]
         self.tables = tuple(tables)
-        most = min(_MOST_UNREAD, _MOST_UNREAD_BYTES // max(1, self.row_bytes))
+        copy_bytes = sum(table.copy_bytes for table in self.tables)
+        most = min(_MOST_UNREAD, _MOST_UNREAD_BYTES // max(1, copy_bytes))
         self._room = threading.Semaphore(max(1, most))
 
     @property
@@ -110,13 +111,20 @@ class StagedSlots:
             like: Adapter whose modules and ranks are taken.
         """
         self._room.acquire()
-        pairs = zip(self.tables, self._adapted, strict=True)
-        begun = [table.begin_reading(slot, like.limited_to(p)) for table, p in pairs]
+        try:
+            pairs = zip(self.tables, self._adapted, strict=True)
+            begun = [
+                table.begin_reading(slot, like.limited_to(p)) for table, p in pairs
+            ]
+        except BaseException:
+            self._room.release()
+            raise
 
         def read() -> Adapter:
             try:
                 parts = [part() for part in begun]
             finally:
+                begun.clear()  # frees the copies before another one is made
                 self._room.release()
             found = {name: one for part in parts for name, one in part.modules.items()}
             outside = {name: x for part in parts for name, x in part.outside.items()}

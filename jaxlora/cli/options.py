@@ -1,11 +1,9 @@
 """The parts of a command, and options that several commands have."""
 
 import argparse
-import contextlib
 import dataclasses
-import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -102,22 +100,6 @@ def use_device(arguments: argparse.Namespace) -> None:
 
     if arguments.device == "cpu":
         use_cpu()
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Pauses Python's collector of reference cycles while a command imports.
-
-    The objects that imports make stay. The collector would scan them repeatedly, which
-    takes an eighth of the time of the imports.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def positive_int(text: str) -> int:

@@ -10,12 +10,12 @@ from jaxlora.cli.options import (
     add_mesh,
     add_overrides,
     add_price,
-    importing,
     positive_int,
     read_run,
     use_device,
 )
 from jaxlora.common.console import show, stdout
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def _train(arguments: argparse.Namespace) -> int:
     from jaxlora.common.background import in_background
     from jaxlora.plan.memory.gpu_share import query_gpus, take_free_gpus
 
-    # It may take as long as the imports. Without GPUs, it fails at once.
+    # nvidia-smi may take as long as the imports, and fails at once without GPUs.
     gpus = in_background(query_gpus)
-    with importing():
+    with no_garbage_collection():
         from jaxlora.config import run_file  # noqa: F401
         from jaxlora.distributed.start import find_membership, joined, local_device_ids
 
@@ -138,7 +138,7 @@ def _train_in_process(
     from jaxlora.device_check import import_while_starting, start_backend
 
     start_backend()
-    with importing():
+    with no_garbage_collection():
         from jaxlora.distributed import processes
         from jaxlora.run.folder import check_folder
         from jaxlora.run.lock import check_not_in_use
@@ -146,7 +146,7 @@ def _train_in_process(
         from jaxlora.sweeps.files import print_summary
         from jaxlora.train.report.run_callbacks import KeepRunFile
 
-        # Programs need Mosaic to be loaded, and the first evaluation TensorBoard.
+        # Loading programs needs Mosaic, and the first evaluation needs TensorBoard.
         needed = ["jax.experimental.mosaic.gpu"]
         if "tensorboard" in config.report_to:
             needed.append("jaxlora.trackers.tensorboard")

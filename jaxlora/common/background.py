@@ -14,7 +14,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _NAME = "jaxlora-background"
-# Threads of pools that stay to the end begin so. Nothing waits for them.
+# Names of threads begin with this if their pool is never shut down. The end of the
+# process does not wait for them.
 POOL = "jaxlora-pool"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -261,7 +261,9 @@ def _host_bytes(checkpoint: Checkpoint, spec: TensorSpec, dtype: np.dtype) -> in
         return stored
     kind = checkpoint.files[spec.hf_name].dtype(spec.hf_name)
     cast = 0 if kind == dtype else 4 * (stored // kind.itemsize)  # float32 at most
-    transposed = stored if spec.transpose and stored <= TRANSPOSED_BYTES else 0
+    # Each device gets a part, of which the host makes a transposed copy if it is small.
+    most = TRANSPOSED_BYTES * jax.device_count()
+    transposed = stored if spec.transpose and stored <= most else 0
     return stored + cast + transposed
 
 

@@ -23,7 +23,8 @@ class AttentionChoice:
         unsupported: Returns why it cannot run a model in a dtype on the default device,
             as a clause without a full stop; None if it can.
         scratch_bytes: Returns the bytes that the backward pass of one layer takes for
-            itself with a number of tokens; None: a compiler says it, for any device.
+            itself with a number of tokens; None: the compiler reports them, on any
+            device.
         depends_on_mean: Whether its program depends on the mean length of the samples,
             and not only on the longest.
         traced_as: Implementation that keeps the same arrays for the backward pass, and

@@ -58,7 +58,7 @@ class ProgramMemory(NamedTuple):
 
 
 class SavedProgram(NamedTuple):
-    """A program that another process can load, and what is asked of it before.
+    """A program that another process can load, and what is known of it before that.
 
     Attributes:
         executable: What `serialize_executable` makes of it.
@@ -80,7 +80,7 @@ class SavedProgram(NamedTuple):
         """Reads what `serialize` returned. It must come from this user.
 
         Raises:
-            Exception: It is something else.
+            Exception: The bytes are something else.
         """
         found = pickle.loads(entry)
         if not isinstance(found, SavedProgram):
@@ -124,8 +124,11 @@ class KeptPrograms:
         return self.folder / f"{key}{_SUFFIX}"
 
     def has(self, key: str) -> bool:
-        """Whether there is such an entry, which may be damaged."""
-        return self.path(key).exists()
+        """Whether there is such an entry, which may be damaged.
+
+        In a folder that cannot be searched, there is none.
+        """
+        return os.path.exists(self.path(key))  # `Path.exists` would raise an error
 
     def read(self, key: str) -> bytes | None:
         """Returns what was written under a key; None if there is no such entry.

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from jax._src import config as jax_config
 from jaxlora.common import console
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.distributed import processes
 from jaxlora.pallas_kernels import (
     compile_program,
@@ -80,18 +80,17 @@ def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
         identity: The name and all arguments of the function, for the key.
         compute: Computes the value, which JSON can hold.
     """
-    kept, key = _kept(), ""
-    if kept is not None:
-        key = program_key(("value", identity), ())
-        try:
-            if (entry := kept.read(key)) is not None:
-                return json.loads(entry)
-        except (DamagedEntryError, ValueError) as error:
-            _reject(kept.path(key), what, "computed instead", str(error))
+    if (kept := _kept()) is None:
+        return compute()
+    key = program_key(("value", identity), ())
+    try:
+        if (entry := kept.read(key)) is not None:
+            return json.loads(entry)
+    except (DamagedEntryError, ValueError) as error:
+        _reject(kept.path(key), what, "computed instead", str(error))
     start_workers()  # the programs of this run are probably new, too
     value = compute()
-    if kept is not None:
-        kept.write(key, json.dumps(value).encode())
+    kept.write(key, json.dumps(value).encode())
     return value
 
 
@@ -293,12 +292,18 @@ class Prepared:
             if self._before_tracing is not None:
                 self._before_tracing()
             traced = self._traced = trace_program(self._jitted, *self._args)
-            lowered = None if lowers_elsewhere() else traced.lower()
+            lowered = None if _lowers_in_thread() else traced.lower()
         self.seconds += time.perf_counter() - began
-        return in_background(lambda: self._compile(lowered or traced.lower()))
+        return in_background(lambda: self._compile(traced, lowered))
 
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _compile(
+        self, traced: jax.stages.Traced, lowered: jax.stages.Lowered | None
+    ) -> jax.stages.Compiled:
+        """Compiles the program; lowers it before, unless that was done."""
         began = time.perf_counter()
+        if lowered is None:
+            with no_garbage_collection():
+                lowered = traced.lower()
         with _beside_xlas_cache() if self._kept else contextlib.nullcontext():
             compiled = compile_program(lowered)
         self.seconds += time.perf_counter() - began
@@ -315,6 +320,20 @@ class Prepared:
         entry = serialize(compiled, self.what)
         if entry is not None:
             self._kept.write(self._key, entry)
+
+
+def _lowers_in_thread() -> bool:
+    """Whether another thread lowers a program as this one would.
+
+    A setting of JAX that a context manager has changed, such as `jax.enable_x64`, holds
+    in this thread only.
+    """
+    return lowers_elsewhere() and in_background(_settings).result() == _settings()
+
+
+def _settings() -> tuple[Any, ...]:
+    """Returns the settings of JAX in this thread that lowering depends on."""
+    return *jax_config.trace_context(), jax.config.jax_default_device
 
 
 def announce(prepared: Sequence[Prepared]) -> None:
@@ -380,22 +399,6 @@ def finish(prepared: Sequence[Prepared]) -> None:
                 waited,
                 each,
             )
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pauses Python's collector of reference cycles.
-
-    Tracing and lowering make millions of long-lived objects. The collector would scan
-    them repeatedly, which would take half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

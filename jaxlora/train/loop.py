@@ -249,9 +249,8 @@ class Loop:
                 self._ticks.stop()
             if ends_window or self._inbox.is_due():
                 self._take_requests()
-        every, latest = run.plan.config.checkpoint_every, run.store.latest or 0
-        is_due = bool(every) and run.round // every > latest // every
-        is_due |= ends_round and run.control.wants_checkpoint()
+        is_due = ends_round and run.control.wants_checkpoint()
+        is_due |= self._checkpoint_is_due
         if snapshot is None and ends_round and is_due:
             snapshot = self._snapshot()
         if snapshot is not None:
@@ -263,8 +262,9 @@ class Loop:
         run = self._run
         run.round += 1
         self._has_stepped = run.has_events = False
-        saves = run.plan.config.checkpoint_every
-        run.store.prepare(run.slots if saves else None)
+        # A checkpoint that is due now gets its memory itself.
+        reserves = run.plan.config.checkpoint_every and not self._checkpoint_is_due
+        run.store.prepare(run.slots if reserves else None)
         self._due = self._in_round()
         self._window.num_rounds += 1
         is_last = run.round % run.plan.config.window_steps == 0
@@ -281,6 +281,12 @@ class Loop:
         run.send(event)
 
     # ---- checkpoints ---------------------------------------------------------------
+
+    @property
+    def _checkpoint_is_due(self) -> bool:
+        """Whether the rounds since the last checkpoint ask for another one."""
+        every, latest = self._run.plan.config.checkpoint_every, self._run.store.latest
+        return bool(every) and self._run.round // every > (latest or 0) // every
 
     def _snapshot(self) -> ReadSlot | None:
         """Copies the states of all slots, each after the steps reported so far.

@@ -315,7 +315,7 @@ class Run:
 
     def send_written(self, *, waits: bool = False) -> None:
         """Sends events for the checkpoints and adapters that are on the disk."""
-        with self.watch.on("waiting for files" if waits else "events"):
+        with self.watch.on("waiting for files"):
             written = self.store.written(waits=waits)
         for event in written:
             self.send(event)

@@ -357,12 +357,12 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     """
     scratch = ATTENTIONS[spec.options.attention].scratch_bytes
     if scratch is None:
-        return compiled_attention_bytes(spec.with_remat("none"), num_tokens)
+        return _compiled_attention_bytes(spec.with_remat("none"), num_tokens)
     return scratch(spec.config, spec.options.lengths, num_tokens) / num_tokens
 
 
 @functools.lru_cache(maxsize=64)
-def compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
+def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     """Bytes per token of attention's backward pass, as reported by the compiler.
 
     Args:

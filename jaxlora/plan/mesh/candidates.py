@@ -308,7 +308,8 @@ def _hides_calls(spec: DecoderSpec, bounds: Bounds, speed: DeviceSpeed) -> bool:
     """
     if speed is UNKNOWN_DEVICE:
         return True
-    layer = decoder_seconds(spec, speed)[spec.config.num_layers // 2].both
+    layers = decoder_seconds(spec, speed, mean_tokens=bounds.sample_tokens)
+    layer = layers[spec.config.num_layers // 2].both
     seconds = speed.layer_seconds + layer * bounds.max_tokens
     return seconds >= _CALL_MARGIN * _CALL_SECONDS
 

@@ -7,15 +7,16 @@ from jaxlora.adapters.staged_slots import Padded, StagedSlots
 from jaxlora.common.background import in_background
 from jaxlora.train.job_state import JobState
 
-# Weights that wait for their slots: of how many jobs, and their bytes on the host;
-# those of one job always may.
+# Bounds on the weights that wait for their slots: the number of their jobs, and their
+# bytes on the host. The weights of one job are always allowed.
 _MOST_JOBS, _MOST_BYTES = 8, 1 << 30
 
 
 class DrawAhead:
     """The first weights of the jobs that start next, padded for the slots.
 
-    They are those that a job would draw when it starts, as its streams are its own.
+    They are the same as if a job drew them when it starts, because the streams of its
+    random numbers are its own.
     """
 
     def __init__(self, slots: StagedSlots):
@@ -26,13 +27,14 @@ class DrawAhead:
     def begin(self, jobs: Sequence[JobState]) -> None:
         """Begins to draw the weights of some jobs, in this order, while there is room.
 
-        Those that programs have to make are not: programs on several devices must
-        start in the same order on all. What was drawn for other jobs is forgotten.
+        Weights that programs make are not drawn ahead, because programs on several
+        devices must start in the same order on all. Weights of other jobs are dropped.
 
         Args:
             jobs: The jobs that start next, from their first weights.
         """
-        room = max(1, _MOST_BYTES // max(1, self._slots.row_bytes))
+        # Each has its own tensors, and the rows into which they are padded.
+        room = max(1, _MOST_BYTES // max(1, 2 * self._slots.row_bytes))
         before, self._drawn = self._drawn, {}
         for job in jobs[: min(room, _MOST_JOBS)]:
             if job.is_drawn_alone:

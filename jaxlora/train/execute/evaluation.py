@@ -107,7 +107,7 @@ class Evaluator:
         batches: Mapping[int, JobBatch],
         ranges: Mapping[int, Mapping[str, range]],
     ) -> dict[int, dict[str, float]]:
-        """Returns the results of `begin`, of the sums of each round."""
+        """Returns the results of `begin` from the sums of each round."""
         every = [one for of_round in host for one in of_round]
         flags = [flag.reshape(-1, self._shape.num_slots) for _, flag in every]
         is_finite = np.concatenate(flags).all(axis=0)

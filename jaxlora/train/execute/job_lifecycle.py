@@ -243,7 +243,7 @@ class JobLifecycle:
             for number, slot in sorted(slots.items())
             if self.may_start
             and not self.jobs[number].has_slot
-            and slot not in self.by_slot  # otherwise soon
+            and slot not in self.by_slot  # which may be free soon
             and self._ticks.is_free(slot)
         }
         new = [job for job in starting if job.parked is None]
@@ -328,7 +328,7 @@ class JobLifecycle:
         """Evaluates running jobs, and generates texts with their adapters."""
         if not jobs:
             return
-        # It is packed and queued while the pending microbatch still trains.
+        # The evaluation is queued while the pending microbatch still trains.
         results = self._executor.begin_evaluation({job.slot: job for job in jobs})
         with self._timed("evaluation"):
             values = results()

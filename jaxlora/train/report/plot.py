@@ -57,7 +57,7 @@ class LossPlot(Callback):
 
 
 def _import_library() -> None:
-    """Imports what a picture needs, beside training; errors come where it is drawn."""
+    """Imports what a picture needs; an error is raised where a picture is drawn."""
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
 

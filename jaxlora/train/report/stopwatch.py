@@ -1,4 +1,4 @@
-"""What the seconds of a run go to, for the line of the log at its end."""
+"""Measures what a run spends its time on, for a line of the log at its end."""
 
 import collections
 import contextlib
@@ -9,7 +9,7 @@ _OTHER = "other"
 
 
 class Stopwatch:
-    """Divides the time of the thread that trains among what it does.
+    """Divides the time of the thread that trains among the things that it does.
 
     A block within another one counts for itself only, so the seconds add up to the time
     since the object was made.

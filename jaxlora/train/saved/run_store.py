@@ -173,8 +173,8 @@ class RunStore:
         the run would wait for it. If it fails, the checkpoint fails and says so.
 
         Args:
-            slots: The slots of the run, if there are checkpoints on the way: then the
-                allocator gets memory for a snapshot from the system.
+            slots: The slots of the run, if there will be checkpoints on the way: then
+                the allocator gets memory for a snapshot from the system.
         """
         if processes.is_first() and not self._is_prepared:
             self._is_prepared = True

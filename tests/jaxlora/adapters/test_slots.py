@@ -220,6 +220,23 @@ def test_an_average_is_read_and_exported(tables, adapters):
         np.testing.assert_allclose(own, x, rtol=1e-5, atol=1e-7)
 
 
+def test_bytes_that_a_reading_queues_are_bounded(tables, adapters, monkeypatch):
+    """Those of an average are also of its optimizer's state."""
+    sizes, everywhere = [], slots.everywhere
+
+    def noted(queued):
+        sizes.append(sum(x.nbytes for x in queued))
+        return everywhere(queued)
+
+    monkeypatch.setattr(slots, "everywhere", noted)
+    for optimizers, name in ((("adamw",), "adamw"), (EVERY, "schedule_free_adamw")):
+        table = tables(4, optimizers)
+        table.load(1, adapters[0], name)
+        table.begin_reading(1, adapters[0])()
+        assert sizes[-1] <= table.copy_bytes
+    assert sizes[0] == table.row_bytes < sizes[1]
+
+
 @pytest.mark.parametrize("lost", ["mu", "nu"])
 def test_the_moments_matter(tables, adapters, lost):
     """A park that lost a moment would be noticed by the test above."""

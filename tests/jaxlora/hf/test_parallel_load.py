@@ -255,6 +255,18 @@ def test_bytes_of_weights_being_loaded_are_bounded(tmp_path, monkeypatch):
         most.clear()
 
 
+def test_transposed_copies_of_parts_count(folder, monkeypatch):
+    """The host makes those of small parts, though the whole weight is large."""
+    checkpoint = open_checkpoint(folder)
+    [spec] = [s for s in checkpoint.specs() if s.path == "layers.0.mlp.up_proj.kernel"]
+    stored = load._stored_bytes(checkpoint, spec)
+    kind = checkpoint.files[spec.hf_name].dtype(spec.hf_name)
+    monkeypatch.setattr(load, "TRANSPOSED_BYTES", stored // 4)
+    for num_devices, copies in ((1, 0), (4, 1)):
+        monkeypatch.setattr(jax, "device_count", lambda number=num_devices: number)
+        assert load._host_bytes(checkpoint, spec, kind) == (1 + copies) * stored
+
+
 def test_the_log_says_how_fast_it_was(folder, caplog):
     with caplog.at_level(logging.INFO, "jaxlora"):
         load_model(folder)

@@ -50,16 +50,31 @@ HYBRID = (
     *(f"linear_attn.{name}" for name in ("in_proj_b", "in_proj_a", "out_proj")),
     *LINEARS[4:],
 )
-OTHER_LINEARS = {"phi3": FUSED, "qwen3_moe": OF_EXPERTS, "qwen3_5_text": HYBRID}
+OTHER_LINEARS = {
+    "phi3": FUSED,
+    "qwen3_moe": OF_EXPERTS,
+    "qwen3_5_text": HYBRID,
+    "glm4": (*LINEARS[:4], *FUSED[2:]),
+    "granitemoehybrid": (
+        *LINEARS[:4],
+        "shared_mlp.input_linear",
+        "shared_mlp.output_linear",
+    ),
+}
 EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 96,
 }
+DENSE = {
+    "num_local_experts": 0,
+    "layer_types": ["attention"] * 3,
+    "shared_intermediate_size": 96,
+}
 
 
 def config_of(family: str) -> ModelConfig:
-    more = EXPERTS if family == "qwen3_moe" else {}
+    more = {"qwen3_moe": EXPERTS, "granitemoehybrid": DENSE}.get(family, {})
     return model_config({"model_type": family, **SIZES, **more})
 
 
@@ -92,6 +107,8 @@ def test_every_linear_and_norm_has_its_size(family):
         "in_proj_b": (64, 32),
         "in_proj_a": (64, 32),
         "out_proj": (32 * 128, 64),
+        "input_linear": (64, 2 * inner),
+        "output_linear": (inner, 64),
     }
     for name, linear in linears(config).items():
         wanted = sizes[name.rpartition(".")[2]]

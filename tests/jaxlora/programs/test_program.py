@@ -1,5 +1,6 @@
 """Functions whose programs are compiled ahead of their calls, or loaded."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.programs import kept as on_disk
 from jaxlora.programs import key, program
 from jaxlora.programs.kept import KeptPrograms, SavedProgram
@@ -269,9 +271,18 @@ def test_programs_are_counted_while_they_are_compiled(monkeypatch, is_terminal):
 
 
 def test_the_collector_runs_again_after_an_error():
-    with pytest.raises(ValueError), program.no_garbage_collection():
+    with pytest.raises(ValueError), no_garbage_collection():
         assert not gc.isenabled()
         raise ValueError
+    assert gc.isenabled()
+
+
+def test_the_collector_pauses_until_the_last_block_ends():
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(no_garbage_collection())
+        second.enter_context(no_garbage_collection())  # as another thread may
+        first.close()
+        assert not gc.isenabled()
     assert gc.isenabled()
 
 
@@ -298,3 +309,54 @@ def test_a_call_does_not_wait_until_its_program_is_kept(kept, monkeypatch):
     again = make()  # waits for the entry
     again(*arguments())
     assert again.num_compilations() == 0
+
+
+def test_an_entry_that_cannot_be_looked_up_is_none(tmp_path):
+    """Such as one in a folder of somebody else; here, its name is too long."""
+    assert not KeptPrograms(folder=tmp_path).has("k" * 1000)
+
+
+@pytest.fixture
+def lowering(monkeypatch):
+    """Lowers in other threads where that is allowed; lists which thread did."""
+    threads, traced = [], jax.stages.Traced
+    lower = traced.lower
+
+    def noted(self, *args, **settings):
+        threads.append(threading.current_thread())
+        return lower(self, *args, **settings)
+
+    monkeypatch.setattr(traced, "lower", noted)
+    monkeypatch.setattr(program, "lowers_elsewhere", lambda: True)
+    return threads
+
+
+def test_lowering_in_a_thread_is_timed_and_not_interrupted(lowering, monkeypatch):
+    """By the collector, as lowering in the thread that traces is not."""
+    now, lower = [0.0], jax.stages.Traced.lower
+
+    def slow(self):
+        assert not gc.isenabled()
+        now[0] += 100
+        return lower(self)
+
+    monkeypatch.setattr(program.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax.stages.Traced, "lower", slow)
+    prepared = make().prepare(*arguments())
+    prepared.compiled()
+    assert threading.current_thread() not in lowering
+    assert prepared.seconds == 100
+
+
+@pytest.mark.parametrize(
+    "context", [jax.enable_x64, lambda _: jax.default_device(jax.devices()[-1])]
+)
+def test_settings_of_one_thread_hold_where_a_program_is_lowered(lowering, context):
+    def draw(x):
+        return x + jax.random.uniform(jax.random.key(0), x.shape, x.dtype)
+
+    with context(True):
+        x = np.zeros(4, jax.dtypes.canonicalize_dtype(np.float64))
+        found = Program(jax.jit(draw), "a draw", ("draw",))(x)
+        assert lowering == [threading.current_thread()]
+        assert found.dtype == x.dtype and found.devices() == jax.jit(draw)(x).devices()

@@ -221,10 +221,16 @@ def test_settings_are_plain_values():
 def test_tensorboard_imports_no_torch(tmp_path):
     """tensorboardX would import it wherever it is installed, for seconds."""
     (tmp_path / "torch.py").write_text("Tensor = int\n")
+    (tmp_path / "other.py").write_text("import torch\n")
     program = """
-import sys
+import sys, threading
 import jaxlora.trackers.tensorboard
 print("torch" in sys.modules)
+with jaxlora.trackers.tensorboard._without("torch"):
+    other = threading.Thread(target=__import__, args=("other",))
+    other.start()
+    other.join()
+print("other" in sys.modules)
 import torch  # others find it
 print(torch.Tensor)
 """
@@ -236,4 +242,4 @@ print(torch.Tensor)
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines() == ["False", "<class 'int'>"]
+    assert done.stdout.splitlines() == ["False", "True", "<class 'int'>"]

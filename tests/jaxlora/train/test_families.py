@@ -32,6 +32,9 @@ FAMILIES = (
     "phi4_mini",
     "qwen3_moe",
     "qwen3_5",
+    "ministral3",
+    "glm4",
+    "granite4",
 )
 
 

@@ -97,10 +97,15 @@ def test_what_is_drawn_ahead_is_bounded(
 ):
     """In jobs and in bytes; the weights of one job are always drawn."""
     monkeypatch.setattr(draw_ahead, "_MOST_JOBS", most_jobs)
-    monkeypatch.setattr(draw_ahead, "_MOST_BYTES", trainer.slots.row_bytes * most_slots)
+    each = 2 * trainer.slots.row_bytes
+    monkeypatch.setattr(draw_ahead, "_MOST_BYTES", each * most_slots)
     ahead = DrawAhead(trainer.slots)
     ahead.begin(trainer.jobs)
     assert [*ahead._drawn] == [job.name for job in trainer.jobs[:drawn]]
+    for future in ahead._drawn.values():
+        (found,) = future.result(_SECONDS)
+        tensors = [*found.adapter.by_path().values(), *found.rows.values()]
+        assert sum(x.nbytes for x in tensors) <= each
     kept = dict(ahead._drawn)
     ahead.begin([trainer.jobs[0], trainer.jobs[3]])
     assert ahead._drawn[trainer.jobs[0].name] is kept[trainer.jobs[0].name]
@@ -154,11 +159,22 @@ def test_an_adapter_is_read_as_it_was_though_its_slot_changes(trainer):
         assert adapter.fingerprint() == wanted.fingerprint()
 
 
+def test_a_copy_that_cannot_be_queued_takes_no_room(trainer, monkeypatch):
+    """Otherwise, a later one would wait for it forever."""
+    job, slots = trainer.jobs[0], trainer.slots
+    before = slots._room._value
+    with monkeypatch.context() as patched:
+        patched.setattr(slots.tables[0], "begin_reading", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            slots.begin_reading(1, job.like)
+    assert slots._room._value == before
+
+
 @pytest.mark.parametrize(
-    ("row_bytes", "room"), [(1, 8), (1 << 26, 4), (1 << 28, 1), (1 << 30, 1)]
+    ("copy_bytes", "room"), [(1, 8), (1 << 26, 4), (1 << 28, 1), (1 << 30, 1)]
 )
-def test_copies_that_wait_on_the_devices_are_bounded(row_bytes, room):
-    table = Mock(spec=SlotTable, row_bytes=row_bytes)
+def test_copies_that_wait_on_the_devices_are_bounded(copy_bytes, room):
+    table = Mock(spec=SlotTable, copy_bytes=copy_bytes)
     assert staged_slots._MOST_UNREAD == 8
     assert StagedSlots([], [table])._room._value == room
 
@@ -233,3 +249,17 @@ def test_the_picture_does_not_wait_for_its_library(tmp_path, monkeypatch):
     for _ in range(3):
         follows.on_event(made_events.window(1))
     assert begun == [plot._import_library]
+
+
+@pytest.mark.parametrize(("every", "reserved"), [(None, 0), (1, 0), (2, 1)])
+def test_memory_of_a_snapshot_is_reserved_before_the_first(
+    model, jobs, tmp_path, monkeypatch, every, reserved
+):
+    """Not beside it, as the host would hold both."""
+    calls = []
+    monkeypatch.setattr(
+        StagedSlots, "reserve_snapshot", lambda self: lambda: calls.append(self)
+    )
+    config = two_slots(model, tmp_path / "run", [jobs[1].replace(steps=3)])
+    Trainer(config.replace(checkpoint_every=every), model).train()
+    assert len(calls) == reserved
