@@ -95,40 +95,6 @@ class PartialRope(Rope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DeltaShape:
-    """Sizes of the gated delta rule of a layer.
-
-    Attributes:
-        num_key_heads: HK, heads of queries and keys.
-        num_value_heads: H, heads of values and gates; a multiple of HK.
-        key_dim: K, features of a query or key.
-        value_dim: E, features of a value.
-        conv_width: W, rows that the convolution sees, the own one included.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-
-    @property
-    def key_features(self) -> int:
-        """Features of the queries of all heads, and of the keys."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def value_features(self) -> int:
-        """Features of the values of all heads."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def mixed_features(self) -> int:
-        """C, features of queries, keys and values together."""
-        return 2 * self.key_features + self.value_features
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GrowingRope(Rope):
     """Rotary position embedding whose rotated queries grow with their positions.
 
@@ -184,6 +150,40 @@ class Composite:
             if name.startswith(start):
                 return alone + name.removeprefix(start)
         return name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaShape:
+    """Sizes of the gated delta rule of a layer.
+
+    Attributes:
+        num_key_heads: HK, heads of queries and keys.
+        num_value_heads: H, heads of values and gates; a multiple of HK.
+        key_dim: K, features of a query or key.
+        value_dim: E, features of a value.
+        conv_width: W, rows that the convolution sees, the own one included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def key_features(self) -> int:
+        """Features of the queries of all heads, and of the keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_features(self) -> int:
+        """Features of the values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def mixed_features(self) -> int:
+        """C, features of queries, keys and values together."""
+        return 2 * self.key_features + self.value_features
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

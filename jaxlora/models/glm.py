@@ -12,12 +12,13 @@ from jaxlora.models.hf_config import (
     HeadDim,
     Heads,
     HfConfig,
+    Share,
     YarnRope,
     number,
     only,
 )
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.models.phi import PartialRotary, Share, read_partial_rope
+from jaxlora.models.phi import PartialRotary, read_partial_rope
 
 
 class _PartialYarn(YarnRope):

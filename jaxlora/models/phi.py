@@ -21,6 +21,7 @@ from jaxlora.models.hf_config import (
     Count,
     DefaultRope,
     HfConfig,
+    Share,
     Windows,
     number,
     only,
@@ -37,7 +38,6 @@ def _factors(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-Share = Annotated[float, number(1.0)]
 Factors = Annotated[tuple[float, ...], BeforeValidator(_factors)]
 
 

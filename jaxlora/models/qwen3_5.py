@@ -18,12 +18,13 @@ from jaxlora.models.hf_config import (
     HeadDim,
     Heads,
     HfConfig,
+    Share,
     Windows,
     count,
     only,
 )
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.models.phi import PartialRotary, Share, read_partial_rope
+from jaxlora.models.phi import PartialRotary, read_partial_rope
 
 LINEAR = "linear_attention"
 
@@ -156,12 +157,11 @@ class Qwen35(HfConfig):
 
 QWEN3_5 = Composite(
     model_type="qwen3_5",
-    models="Qwen3.5, Qwen3.6",
-    texts=(Qwen35.FAMILY.model_type,),
+    models="text models of Qwen3.5 and Qwen3.6 with vision",
+    texts=("qwen3_5_text",),
     keys=frozenset(
         {
             "image_token_id",
-            "language_model_only",
             "video_token_id",
             "vision_config",
             "vision_end_token_id",

@@ -53,13 +53,13 @@ HYBRID = (
 OTHER_LINEARS = {
     "phi3": FUSED,
     "qwen3_moe": OF_EXPERTS,
-    "qwen3_5_text": HYBRID,
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
         "shared_mlp.input_linear",
         "shared_mlp.output_linear",
     ),
+    "qwen3_5_text": HYBRID,
 }
 EXPERTS = {
     "num_experts": 2,
@@ -102,13 +102,13 @@ def test_every_linear_and_norm_has_its_size(family):
         "up_proj": (64, inner),
         "gate_up_proj": (64, 2 * inner),
         "down_proj": (inner, 64),
+        "input_linear": (64, 2 * inner),
+        "output_linear": (inner, 64),
         "in_proj_qkv": (64, (2 * 16 + 32) * 128),
         "in_proj_z": (64, 32 * 128),
         "in_proj_b": (64, 32),
         "in_proj_a": (64, 32),
         "out_proj": (32 * 128, 64),
-        "input_linear": (64, 2 * inner),
-        "output_linear": (inner, 64),
     }
     for name, linear in linears(config).items():
         wanted = sizes[name.rpartition(".")[2]]
