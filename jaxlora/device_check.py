@@ -4,12 +4,15 @@ If its CUDA back end is missing or fails to start, JAX goes on with the CPU, and
 would take weeks in place of hours. `check_device` is called before anything computes.
 """
 
+import contextlib
+import importlib
 import importlib.metadata
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from jaxlora.common.background import in_background
@@ -32,7 +35,26 @@ def start_backend() -> None:
     """
     import jax
 
-    _starting[:] = [in_background(jax.default_backend)]
+    def start() -> str:
+        backend = jax.default_backend()
+        # The allocator takes its memory with the first array. If that fails, it fails
+        # again where an array is needed, which reports it.
+        with contextlib.suppress(Exception):
+            jax.block_until_ready(jax.device_put(0))
+        return backend
+
+    _starting[:] = [in_background(start)]
+
+
+def import_while_starting(names: Iterable[str]) -> None:
+    """Imports modules until the back ends have started, for which all else waits.
+
+    An error is raised where a module is used.
+    """
+    for name in names:
+        if _starting and not _starting[0].done():
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 def check_device() -> None:

@@ -6,8 +6,10 @@ from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mas
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import (
     compile_program,
-    lower_program,
+    lowers_elsewhere,
     prepare_to_load,
+    start_workers,
+    trace_program,
 )
 from jaxlora.pallas_kernels.op import (
     LINEAR_RESULTS,
@@ -70,7 +72,7 @@ __all__ = [
     "frozen_linear",
     "get_backend",
     "kernel_settings",
-    "lower_program",
+    "lowers_elsewhere",
     "mask_words",
     "multi_lora_gate",
     "multi_lora_linear",
@@ -81,6 +83,8 @@ __all__ = [
     "produce",
     "quantize_rows",
     "row_scale",
+    "start_workers",
+    "trace_program",
     "unpack_mask",
     "unsupported_norm_gradient",
     "unsupported_producer",

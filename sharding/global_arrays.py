@@ -24,6 +24,9 @@ _HOST_MEMORY = "pinned_host"
 # XLA's allocator of this memory has 64 GiB, unless its settings say otherwise.
 _MOST_LOCKED = 40 << 30
 _PIECE_BYTES = 1 << 24
+# An array that keeps its dtype is copied whole up to the first size; up to the second,
+# the host transposes it. Loading a compiled program would take longer than either.
+_WHOLE_BYTES, TRANSPOSED_BYTES = 1 << 26, 1 << 22
 
 
 def put(tree: Any, where: Sharding | None) -> Any:
@@ -83,12 +86,24 @@ def _put_part(
     dtype: DTypeLike,
     transpose: bool,
 ) -> jax.Array:
+    most = TRANSPOSED_BYTES if transpose else _WHOLE_BYTES
+    if platform != "cpu" and x.dtype == dtype and x.nbytes <= most:
+        return jax.device_put(_transposed(x) if transpose else x, device)
     if platform != "cpu":
         return _converted(_put_in_pieces(x, device), dtype, transpose)
     # Here, copying with strides transposes faster than a program of XLA does. There is
     # none to compile, either.
     x = x.astype(dtype, copy=False)
     return jax.device_put(x.T if transpose else x, device)
+
+
+def _transposed(x: np.ndarray) -> np.ndarray:
+    """Returns a transposed copy, which is made without the interpreter's lock.
+
+    NumPy would keep the lock for a dtype that is not its own, such as bfloat16.
+    """
+    same_size = np.dtype(f"u{x.dtype.itemsize}")
+    return np.ascontiguousarray(x.view(same_size).T).view(x.dtype)
 
 
 def _put_in_pieces(x: np.ndarray, device: jax.Device | None) -> list[jax.Array]:

@@ -1,6 +1,7 @@
 """An adapter as a plain value on the host, at its real ranks."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -56,34 +57,13 @@ class LoraWeights:
     lora_alpha: float
 
     def __post_init__(self):
-        known = {tensor.name: tensor for tensor in trained_tensors()}
-        settings = {variant.setting for variant in self.variants}
-        wanted = [tensor.name for tensor in tensors_with(settings.__contains__)]
-        if self.tensors.keys() != set(wanted):
-            raise ValueError(
-                f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
-                f"{', '.join(self.tensors)}."
-            )
-        shapes = {name: array.shape for name, array in self.tensors.items()}
-        sizes: dict[str, int] = {"R": self.rank}
-        for name in self.tensors:
-            dimensions = known[name].dimensions
-            if len(shapes[name]) != len(dimensions) or any(
-                sizes.setdefault(letter, size) != size
-                for letter, size in zip(dimensions, shapes[name], strict=True)
-            ):
-                raise ValueError(
-                    f"the shapes {shapes} do not match each other and rank {self.rank}."
-                )
+        shapes = ((name, array.shape) for name, array in self.tensors.items())
+        _check_shapes(tuple(shapes), self.rank)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants that train something in the linear."""
-        return tuple(
-            variant
-            for variant in variants()
-            if any(tensor.name in self.tensors for tensor in variant.tensors)
-        )
+        return _variants_of(frozenset(self.tensors))
 
     def in_order(self) -> list[TrainedTensor]:
         """Its trained tensors, in the order of their table."""
@@ -98,6 +78,35 @@ class LoraWeights:
     def b(self) -> np.ndarray:
         """Expand matrix B, r N."""
         return self.tensors[LORA_B.name]
+
+
+@functools.lru_cache  # the linears of all adapters mostly have the same tensors
+def _variants_of(names: frozenset[str]) -> tuple[Variant, ...]:
+    return tuple(v for v in variants() if any(t.name in names for t in v.tensors))
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_shapes(
+    named_shapes: tuple[tuple[str, tuple[int, ...]], ...], rank: int
+) -> None:
+    """Checks the names and shapes of the tensors of a linear; see `LoraWeights`."""
+    shapes = dict(named_shapes)
+    settings = {variant.setting for variant in _variants_of(frozenset(shapes))}
+    wanted = {t.name: t.dimensions for t in tensors_with(settings.__contains__)}
+    if shapes.keys() != wanted.keys():
+        raise ValueError(
+            f"an adapter of a linear has the tensors {', '.join(wanted)}, got "
+            f"{', '.join(shapes)}."
+        )
+    sizes: dict[str, int] = {"R": rank}
+    for name, dimensions in wanted.items():
+        if len(shapes[name]) != len(dimensions) or any(
+            sizes.setdefault(letter, size) != size
+            for letter, size in zip(dimensions, shapes[name], strict=True)
+        ):
+            raise ValueError(
+                f"the shapes {shapes} do not match each other and rank {rank}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,10 @@
 """The adapter that a new job starts from."""
 
+import functools
 import itertools
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.initial import DRAWN, kept_start
 from jaxlora.adapters.targets import ModuleLora
+from jaxlora.common.background import POOL
 from jaxlora.config import LoraJob
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SLOT_MODULES, Tokens
@@ -41,10 +43,11 @@ def fresh_adapter(
         kernels: Frozen weight of each linear, K N, by module name.
         dtype: Dtype in which weights are multiplied.
     """
+    wanted = _tensors(job)
     # Programs on several devices must start in the same order on all, so no thread
     # runs them.
     made = {
-        name: _of_weight(job, name, module, kernels[name], dtype)
+        name: _of_weight(job, wanted, name, module, kernels[name], dtype)
         for name, module in modules.items()
     }
 
@@ -55,20 +58,36 @@ def fresh_adapter(
             pair = draw(rng, kernels[name].shape, rank)
             tensors = dict(zip((LORA_A.name, LORA_B.name), pair, strict=True))
         tensors |= made[name]
-        for tensor in _tensors(job):
+        for tensor in wanted:
             if tensor.name not in tensors:
                 assert tensor.start is not None
                 tensors[tensor.name] = tensor.start(job, rng, kernels[name], rank)
-        return {t.name: tensors[t.name].astype(np.float32) for t in _tensors(job)}
+        named = {tensor.name: tensors[tensor.name] for tensor in wanted}
+        return {n: x.astype(np.float32, copy=False) for n, x in named.items()}
 
     # NumPy draws without the interpreter's lock. A thread gets many modules, as small
     # ones are drawn faster than they are handed over.
-    names, num_threads = tuple(modules), min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    with ThreadPoolExecutor(num_threads) as pool:
-        parts = (names[start::num_threads] for start in range(num_threads))
-        found = pool.map(lambda part: {name: drawn(name) for name in part}, parts)
-        tensors = dict(itertools.chain.from_iterable(one.items() for one in found))
+    names, num_threads = tuple(modules), _num_threads()
+    parts = (names[start::num_threads] for start in range(num_threads))
+    found = _threads().map(lambda part: {name: drawn(name) for name in part}, parts)
+    tensors = dict(itertools.chain.from_iterable(one.items() for one in found))
     return _adapter(job, modules, kernels, {name: tensors[name] for name in names})
+
+
+def is_drawn_alone(job: LoraJob) -> bool:
+    """Whether `fresh_adapter` runs no program, so that any thread may call it."""
+    is_alone = all(tensor.from_weight is None for tensor in _tensors(job))
+    return is_alone and not job.keeps_start
+
+
+def _num_threads() -> int:
+    return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """The threads that draw, which the adapters of a sweep share."""
+    return ThreadPoolExecutor(_num_threads(), thread_name_prefix=f"{POOL}-draw")
 
 
 def _random(job: LoraJob, name: str) -> np.random.Generator:
@@ -78,6 +97,7 @@ def _random(job: LoraJob, name: str) -> np.random.Generator:
 
 def _of_weight(
     job: LoraJob,
+    wanted: Sequence[TrainedTensor],
     name: str,
     module: ModuleLora,
     kernel: Any,
@@ -86,7 +106,7 @@ def _of_weight(
     """Makes the tensors that start from the frozen weight, or by a setting."""
     tensors = {
         tensor.name: tensor.from_weight(kernel, dtype)
-        for tensor in _tensors(job)
+        for tensor in wanted
         if tensor.from_weight is not None
     }
     if job.keeps_start:
@@ -108,12 +128,12 @@ def blank_adapter(
         kernels: Frozen weight of each linear, K N, or its shape, by module name.
     """
 
+    wanted = _tensors(job)
+    zeros = functools.cache(functools.partial(np.broadcast_to, np.float32(0)))
+
     def blank(name: str) -> dict[str, np.ndarray]:
         (k, n), rank = kernels[name].shape, modules[name].rank
-        return {
-            tensor.name: np.broadcast_to(np.float32(0), tensor.shape(k, n, rank))
-            for tensor in _tensors(job)
-        }
+        return {tensor.name: zeros(tensor.shape(k, n, rank)) for tensor in wanted}
 
     return _adapter(job, modules, kernels, {name: blank(name) for name in modules})
 

@@ -19,11 +19,7 @@ from jaxlora.sharding.global_arrays import put
 
 
 class SettingsTable:
-    """The settings of the slots, by the table of `jaxlora.models.slot_settings`.
-
-    Attributes:
-        settings: The settings, on the devices.
-    """
+    """The settings of the slots, by the table of `jaxlora.models.slot_settings`."""
 
     def __init__(self, spec: DecoderSpec, placement: StageSharding = ONE_DEVICE):
         """Makes the settings of empty slots, with which each gives the base.
@@ -36,7 +32,19 @@ class SettingsTable:
         self._places = {path: i for i, path in enumerate(spec.adapted)}
         self._host = settings_of_base(spec.settings_shapes())
         self._of_base: SlotSettings | None = None
-        self.settings = self._put(self._host)
+        self._settings = self._put(self._host)
+        self._changed = SlotSettings()  # since they were put on the devices
+
+    @property
+    def settings(self) -> SlotSettings:
+        """The settings, on the devices.
+
+        They are put there when they are needed, because many slots may change before.
+        """
+        if self._changed:
+            self._settings = self._settings | self._put(self._changed)
+            self._changed = SlotSettings()
+        return self._settings
 
     @property
     def of_base(self) -> SlotSettings:
@@ -56,15 +64,13 @@ class SettingsTable:
         Args:
             adapters: The adapters by slot; None: the slot gives the base.
         """
-        changed = SlotSettings()
         for setting in settings_in(self._host):
             values = self._host[setting.key]
             for slot, adapter in adapters.items():
                 new = self._of_slot(setting, adapter)
                 if not np.array_equal(new, values[:, slot]):
                     values[:, slot] = new
-                    changed[setting.key] = values
-        self.settings = self.settings | self._put(changed)
+                    self._changed[setting.key] = values
         self._of_base = None
 
     def _of_slot(self, setting: SlotSetting, adapter: Adapter | None) -> np.ndarray:

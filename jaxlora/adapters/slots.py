@@ -1,5 +1,6 @@
 """The slots: a fixed set of tables that jobs join and leave without recompiling."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,8 +42,25 @@ from jaxlora.sharding.global_arrays import everywhere, to_host
 ReadRows = Callable[[Tables, np.int32], jax.Array]
 # The compiled `write_slot`.
 WriteSlot = Callable[..., AdapterState]
+# Arrays of the host, by name of the stack or by path.
+Rows = dict[str, np.ndarray]
 # The compiled `evaluation_weights`.
 EvaluationWeights = Callable[[Tables, States, np.ndarray], Tables]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PaddedAdapter:
+    """An adapter as `SlotTable.load_padded` writes it.
+
+    Attributes:
+        adapter: The adapter, at its own ranks.
+        shapes: Shapes of its tensors, by path.
+        rows: Its tensors padded to the rank of the slots, by name of the stack.
+    """
+
+    adapter: Adapter
+    shapes: Mapping[str, Shape]
+    rows: Rows
 
 
 class SlotTable:
@@ -85,6 +103,10 @@ class SlotTable:
             self.state = zero_state(shapes, num_slots, placement, optimizers)
         else:
             self.state = empty()
+        # Shapes of the tables of each kind, which threads may look at.
+        self._tables: dict[Kind, dict[str, jax.ShapeDtypeStruct]] = jax.tree.map(
+            lambda table: jax.ShapeDtypeStruct(table.shape, table.dtype), self.kept
+        )
         self._settings = SettingsTable(spec, placement)
         self._reference = reference
         # By slot: shapes of the tensors of each kind without their padding, by path,
@@ -123,6 +145,23 @@ class SlotTable:
         return {PARAMS: self.state.params, **dict(states)}
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the weights of a slot."""
+        return self._row_bytes(PARAMS)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that `begin_reading` queues for a slot at most."""
+        assert self._spec.slots is not None
+        if any(map(evaluates_other_weights, self._spec.slots.optimizers)):
+            return sum(map(self._row_bytes, self._tables))
+        return self.row_bytes
+
+    def _row_bytes(self, kind: Kind) -> int:
+        tables = self._tables[kind].values()
+        return sum(t.size * t.dtype.itemsize // t.shape[0] for t in tables)
+
+    @property
     def weights(self) -> Tables:
         """The weights as they are evaluated, which a step would invalidate."""
         if self._evaluation_weights is None:
@@ -136,6 +175,12 @@ class SlotTable:
             self.state.params, self.state.optimizer_state, number
         )
 
+    def pad(self, adapter: Adapter) -> PaddedAdapter:
+        """Pads an adapter to the rows of a slot; any thread may call this."""
+        tensors = adapter.by_path()
+        shapes = {path: array.shape for path, array in tensors.items()}
+        return PaddedAdapter(adapter, shapes, self._padded(PARAMS, tensors))
+
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         """Puts an adapter into a slot, with its optimizer's state at the start.
 
@@ -144,8 +189,12 @@ class SlotTable:
             adapter: The adapter.
             optimizer: Name of its optimizer, which is one of the run's.
         """
-        self._write(slot, {PARAMS: adapter.by_path()}, optimizer)
-        self.activate(slot, adapter, optimizer)
+        self.load_padded(slot, self.pad(adapter), optimizer)
+
+    def load_padded(self, slot: int, padded: PaddedAdapter, optimizer: str) -> None:
+        """Does the same with an adapter that `pad` has returned."""
+        self._write(slot, {PARAMS: padded.rows}, optimizer)
+        self._activate(slot, padded.adapter, padded.shapes, optimizer)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
         """Puts a parked state into a slot, which need not be the one that it left.
@@ -160,12 +209,19 @@ class SlotTable:
                 optimizer that is none of the run's.
         """
         parked.check_like(like)
-        self._write(slot, parked.by_kind(), parked.optimizer)
-        self.activate(slot, like, parked.optimizer)
+        kinds, kept = parked.by_kind(), self.kept
+        if unknown := sorted(k for k in kinds.keys() - kept.keys() if kinds[k]):
+            raise ValueError(f"the slots have no state {unknown[0]!r} of an optimizer.")
+        written = tuple(kept) if len(kinds) > 1 else tuple(kinds)
+        rows = {kind: self._padded(kind, kinds.get(kind, {})) for kind in written}
+        self._write(slot, rows, parked.optimizer)
+        shapes = {path: array.shape for path, array in parked.params.items()}
+        self._activate(slot, like, shapes, parked.optimizer)
 
-    def activate(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+    def _activate(
+        self, slot: int, adapter: Adapter, shapes: Mapping[str, Shape], optimizer: str
+    ) -> None:
         """Sets a slot's scaling, dropout and optimizer; its weights stay."""
-        shapes = {p: array.shape for p, array in adapter.by_path().items()}
         self._shapes[slot] = {PARAMS: shapes, **own_shapes(optimizer, shapes)}
         self._optimizers[slot] = optimizer
         self._settings.set({slot: adapter})
@@ -183,17 +239,21 @@ class SlotTable:
         if self._reference is not None:
             self._reference.clear(slot)
 
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        """Returns the adapter in a slot, as it is evaluated and exported.
+    def begin_reading(self, slot: int, like: Adapter) -> Callable[[], Adapter]:
+        """Queues a copy of the adapter in a slot, as it is evaluated and exported.
 
         Args:
-            slot: A slot.
+            slot: A slot, which may change once this has returned.
             like: Adapter whose modules and ranks are taken.
+
+        Returns:
+            A function that brings the copy to the host; any thread may call it.
         """
         if evaluates_other_weights(self._optimizers.get(slot, ADAMW.name)):
-            return self.copy(slot).adapter(like)
-        rows = self._rows(slot, (PARAMS,))
-        return adapter_from_rows(rows[PARAMS], like)
+            copy = self._begin_copy(slot)
+            return lambda: copy().adapter(like)
+        rows = self._begin_rows(slot, (PARAMS,))
+        return lambda: adapter_from_rows(rows()[PARAMS], like)
 
     def copy(self, slot: int) -> ParkedSlot:
         """Returns the state of a slot, between two global batches; the slot keeps it.
@@ -201,12 +261,20 @@ class SlotTable:
         Raises:
             ValueError: The slot is empty.
         """
+        return self._begin_copy(slot)()
+
+    def _begin_copy(self, slot: int) -> Callable[[], ParkedSlot]:
         if slot not in self._shapes:
             raise ValueError(f"slot {slot} is empty.")
-        shapes = self._shapes[slot]
-        rows = self._rows(slot, tuple(shapes))
-        kinds = {kind: _own(rows[kind], shapes[kind]) for kind in shapes}
-        return ParkedSlot.of(kinds, self._optimizers[slot])
+        shapes, optimizer = self._shapes[slot], self._optimizers[slot]
+        begun = self._begin_rows(slot, tuple(shapes))
+
+        def copy() -> ParkedSlot:
+            rows = begun()
+            kinds = {kind: _own(rows[kind], shapes[kind]) for kind in shapes}
+            return ParkedSlot.of(kinds, optimizer)
+
+        return copy
 
     def snapshot(self) -> ReadSlot:
         """Copies all slots to the host, between two global batches; see `ReadSlot`.
@@ -231,50 +299,58 @@ class SlotTable:
         """Returns the stacks that have tables of a kind."""
         return [stack for stack in self._spec.stacks if stack.name in rows]
 
-    def _rows(
+    def _begin_rows(
         self, slot: int, kinds: Sequence[Kind]
-    ) -> dict[Kind, dict[str, np.ndarray]]:
-        """Reads the tensors of a slot, by kind and path, with their padding."""
+    ) -> Callable[[], dict[Kind, Rows]]:
+        """Queues a copy of the tensors of a slot.
+
+        Returns:
+            A function that returns them by kind and path, with their padding.
+        """
         if not self._spec.stacks:
-            return {kind: {} for kind in kinds}
+            return lambda: {kind: {} for kind in kinds}
         kept, number = self.kept, np.int32(slot)
         # One program reads all kinds of the same shapes and dtypes.
-        flat_kinds = jax.device_get(
-            everywhere([self._read_slot(kept[kind], number) for kind in kinds])
-        )
-        found = {}
-        for kind, flat in zip(kinds, flat_kinds, strict=True):
-            shapes = {name: kept[kind][name].shape[1:] for name in sorted(kept[kind])}
-            ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
-            parts = np.split(flat, ends[:-1])
-            rows = {
-                name: part.reshape(shape)
-                for (name, shape), part in zip(shapes.items(), parts, strict=True)
-            }
-            found[kind] = to_paths(self._stacks(rows), rows, axis=0)
-        return found
+        queued = everywhere([self._read_slot(kept[kind], number) for kind in kinds])
+
+        def rows() -> dict[Kind, Rows]:
+            flat = zip(kinds, jax.device_get(queued), strict=True)
+            return {kind: self._by_path(kind, one) for kind, one in flat}
+
+        return rows
+
+    def _by_path(self, kind: Kind, flat: np.ndarray) -> Rows:
+        """Divides what `read_slot_rows` has joined."""
+        tables = self._tables[kind]
+        shapes = {name: tables[name].shape[1:] for name in sorted(tables)}
+        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+        parts = np.split(flat, ends[:-1])
+        rows = {
+            name: part.reshape(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+        return to_paths(self._stacks(rows), rows, axis=0)
+
+    def _padded(self, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Rows:
+        """Returns the rows of a slot for tensors by path, and zeros for the others."""
+        tables = self._tables[kind]
+        return padded_rows(self._stacks(tables), tables, tensors)
 
     def _write(
-        self,
-        slot: int,
-        tensors: Mapping[Kind, Mapping[str, np.ndarray]],
-        optimizer: str | None = None,
+        self, slot: int, rows: dict[Kind, Rows], optimizer: str | None = None
     ) -> None:
-        """Writes tensors by path, without padding, and zeros where none are given.
+        """Writes the rows of some kinds, and zeros in the others.
 
-        Of weights alone, the state of the optimizer begins.
+        If weights alone are written, the state of the optimizer begins anew.
+
+        Args:
+            slot: The slot.
+            rows: Rows of one of the sets of kinds in `row_shapes`, each of which has a
+                program.
+            optimizer: Name of the optimizer, if the slot gets a job.
         """
-        kept = self.kept
-        if unknown := sorted(k for k in tensors.keys() - kept.keys() if tensors[k]):
-            raise ValueError(f"the slots have no state {unknown[0]!r} of an optimizer.")
-        # One of the sets of kinds in `row_shapes`, each of which has a program.
-        written = tuple(kept) if len(tensors) > 1 else tuple(tensors)
-        rows: dict[Kind, dict[str, np.ndarray]] = {}
-        for kind in written:
-            stacks = self._stacks(kept[kind])
-            rows[kind] = padded_rows(stacks, kept[kind], tensors.get(kind, {}))
         args = self.state, np.int32(slot), rows
-        if written == (PARAMS,):
+        if tuple(rows) == (PARAMS,):
             assert self._spec.slots is not None
             args = *args, np.int32(self._spec.slots.optimizers.index(optimizer))
         self.state = self._write_slot(*args)

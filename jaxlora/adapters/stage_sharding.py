@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxlora.sharding.rules import TENSOR
@@ -131,7 +131,7 @@ class StageSharding:
         arrays, so the state of the slots is committed from the start.
         """
         with jax.ensure_compile_time_eval():
-            return self.sharding(spec) or jnp.zeros(()).sharding
+            return self.sharding(spec) or jax.device_put(np.zeros(())).sharding
 
     def jit(self, run: Callable[..., Any], takes: Any, gives: Any, **options) -> Any:
         """Jits a function that each device runs on its own part of the arrays.

@@ -8,6 +8,7 @@ from jaxlora.adapters.adapter import lora_scaling
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
+from jaxlora.models.structure import linear_path
 from jaxlora.modules.variants.table import replaces_lora
 
 Wanted = str | Sequence[str]
@@ -134,8 +135,8 @@ def choose_linears(
 
 
 def _layer(name: str) -> int:
-    """Number of a linear's layer, of `model.layers.N.` in its name."""
-    return int(name.split(".")[2])
+    """Number of a linear's layer, of `layers.N.` in its name."""
+    return int(linear_path(name).split(".")[1])
 
 
 def _check_layers(

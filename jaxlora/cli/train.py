@@ -15,6 +15,7 @@ from jaxlora.cli.options import (
     use_device,
 )
 from jaxlora.common.console import show, stdout
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +63,14 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Trains the run of a run file; returns the exit status."""
-    from jaxlora.distributed.start import find_membership, joined, local_device_ids
-    from jaxlora.plan.memory.gpu_share import take_free_gpus
+    from jaxlora.common.background import in_background
+    from jaxlora.plan.memory.gpu_share import query_gpus, take_free_gpus
+
+    # nvidia-smi may take as long as the imports, and fails at once without GPUs.
+    gpus = in_background(query_gpus)
+    with no_garbage_collection():
+        from jaxlora.config import run_file  # noqa: F401
+        from jaxlora.distributed.start import find_membership, joined, local_device_ids
 
     use_device(arguments)
     member = find_membership(
@@ -79,7 +86,7 @@ def _train(arguments: argparse.Namespace) -> int:
         with file.rewords(given):
             return _train_groups(config, arguments, file, is_member=member is not None)
     local_ids = None if member is None else local_device_ids()
-    take_free_gpus(local_ids, gathers=config.may_gather)
+    take_free_gpus(local_ids, gathers=config.may_gather, query=gpus.result)
     with file.rewords(given):
         if member is None:
             return _train_in_process(config, arguments, file)
@@ -128,15 +135,22 @@ def _status(result: "RunResult") -> int:
 def _train_in_process(
     config: "RunConfig", arguments: argparse.Namespace, file: "RunFile"
 ) -> int:
-    from jaxlora.device_check import start_backend
+    from jaxlora.device_check import import_while_starting, start_backend
 
     start_backend()
-    from jaxlora.distributed import processes
-    from jaxlora.run.folder import check_folder
-    from jaxlora.run.lock import check_not_in_use
-    from jaxlora.sweeps.control import Trainer
-    from jaxlora.sweeps.files import print_summary
-    from jaxlora.train.report.run_callbacks import KeepRunFile
+    with no_garbage_collection():
+        from jaxlora.distributed import processes
+        from jaxlora.run.folder import check_folder
+        from jaxlora.run.lock import check_not_in_use
+        from jaxlora.sweeps.control import Trainer
+        from jaxlora.sweeps.files import print_summary
+        from jaxlora.train.report.run_callbacks import KeepRunFile
+
+        # Loading programs needs Mosaic, and the first evaluation needs TensorBoard.
+        needed = ["jax.experimental.mosaic.gpu"]
+        if "tensorboard" in config.report_to:
+            needed.append("jaxlora.trackers.tensorboard")
+        import_while_starting(needed)
 
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))

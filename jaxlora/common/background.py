@@ -14,6 +14,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _NAME = "jaxlora-background"
+# Names of threads begin with this if their pool is never shut down. The end of the
+# process does not wait for them.
+POOL = "jaxlora-pool"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -47,7 +50,8 @@ def end_process(status: int) -> None:
     others = set(threading.enumerate()) - {threading.current_thread()}
     if any(thread.name == _NAME for thread in others):
         for thread in others:  # such as one that writes a file
-            if not thread.daemon and thread.name != _NAME:
+            is_ours = thread.name == _NAME or thread.name.startswith(POOL)
+            if not (thread.daemon or is_ours):
                 thread.join()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -136,10 +136,11 @@ def model_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _eos_ids(path: Path) -> tuple[int, ...]:
-    found = _object(path)
-    given = found.get("eos_token_id")
-    if given is None and isinstance(text := found.get("text_config"), dict):
-        given = text.get("eos_token_id")  # of a model with vision
+    values = _object(path)
+    text = values.get("text_config")  # of a model of which the text is one part
+    given = values.get("eos_token_id")
+    if given is None and isinstance(text, dict):
+        given = text.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     for value in ids:
         is_id = isinstance(value, int) and not isinstance(value, bool)

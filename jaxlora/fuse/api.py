@@ -26,6 +26,9 @@ _NEEDS_A_VALUE = (
     jax.errors.TracerIntegerConversionError,
 )
 _ANY_PLACE, _ANY_NAME = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+# The structure of (args, kwargs), and for each leaf None if it is an array, or else
+# (type, value).
+Signature = tuple[jax.tree_util.PyTreeDef, tuple[tuple[type, Any] | None, ...]]
 MAX_PROGRAMS = 128  # signatures of one function whose programs are kept
 
 
@@ -101,7 +104,9 @@ def fuse[**P, R](
         """Returns the program of a call, and the arrays that it takes."""
         nonlocal reads_numbers
         arrays, signature = _split(args, kwargs, reads_numbers=reads_numbers)
-        key = signature, tuple(map(_aval_key, arrays)), _context()
+        # The settings of JAX on which a trace depends, as in `jax.jit`.
+        context = trace_context(), jax.config.jax_default_prng_impl
+        key = signature, tuple(map(jax.typeof, arrays)), context
         if key in programs:
             return programs[key], arrays
         try:
@@ -111,7 +116,7 @@ def fuse[**P, R](
                 raise
             reads_numbers = True
             return traced(args, kwargs)
-        if not _holds_tracers(program):
+        if not any(isinstance(c, jax.core.Tracer) for c in program.traced.consts):
             if len(programs) >= MAX_PROGRAMS:
                 programs.pop(next(iter(programs)))
             programs[key] = program
@@ -181,25 +186,6 @@ def trace_call(
         return trace(fn, options, *_split(args, kwargs, reads_numbers=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """The structure of a function's arguments, and the leaves that are not arrays.
-
-    Attributes:
-        tree: Structure of (args, kwargs).
-        constants: For each leaf None if it is an array, or else (type, value).
-    """
-
-    tree: jax.tree_util.PyTreeDef
-    constants: tuple[tuple[type, Any] | None, ...]
-
-    def arguments(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
-        """Returns (args, kwargs) with given arrays."""
-        rest = iter(arrays)
-        leaves = (next(rest) if c is None else c[1] for c in self.constants)
-        return jax.tree.unflatten(self.tree, leaves)
-
-
 def trace(
     fn: Callable[..., Any],
     options: FuseOptions,
@@ -215,7 +201,9 @@ def trace(
 
     def flat(*arrays: Any) -> list[Any]:
         nonlocal out_tree, lost
-        args, kwargs = signature.arguments(arrays)
+        (tree, constants), rest = signature, iter(arrays)
+        leaves = (next(rest) if c is None else c[1] for c in constants)
+        args, kwargs = jax.tree.unflatten(tree, leaves)
         leaves, out_tree = jax.tree.flatten(fn(*args, **kwargs))
         lost = _lost_state((args, kwargs), (*arrays, *leaves))
         return leaves
@@ -271,30 +259,11 @@ def _split(
     Integers and truth values are constants, as shapes and conditions are made of them.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [
+    is_array = lambda leaf: (
         isinstance(leaf, _ARRAYS) or (_is_float(leaf) and not reads_numbers)
-        for leaf in leaves
-    ]
-    arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
-    constants = tuple(
-        None if yes else (type(leaf), leaf)
-        for leaf, yes in zip(leaves, is_array, strict=True)
     )
-    return arrays, Signature(tree, constants)
-
-
-def _aval_key(array: Any) -> Hashable:
-    """Returns the type of an array, with its sharding and weak type."""
-    return jax.typeof(array)
-
-
-def _context() -> Hashable:
-    """Returns the settings of JAX on which a trace depends, as `jax.jit` does."""
-    return trace_context(), jax.config.jax_default_prng_impl
-
-
-def _holds_tracers(program: Program) -> bool:
-    return any(isinstance(c, jax.core.Tracer) for c in program.traced.consts)
+    constants = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+    return [leaf for leaf in leaves if is_array(leaf)], (tree, constants)
 
 
 def _both_names(

@@ -1,29 +1,13 @@
 """Chooses the kernels of a site."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from jax import lax
 
 from jaxlora.errors import ConfigError
 from jaxlora.pallas_kernels import BACKENDS, LinearShape, get_backend
 from jaxlora.pallas_kernels.backends import is_partitioned
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A back end that can run a linear.
-
-    Attributes:
-        name: Its name in `BACKENDS`.
-        block_tokens: Rows of a token block.
-    """
-
-    name: str
-    block_tokens: int
 
 
 def check_implementation(name: str) -> None:
@@ -36,29 +20,21 @@ def check_implementation(name: str) -> None:
 
 
 def choose_backend(
-    asked: str,
-    *,
-    dtype: np.dtype,
-    features: tuple[int, int],
-    rank: int,
-    blocks: Sequence[int],
-    precision: lax.Precision = lax.Precision.DEFAULT,
-    mesh: Any = None,
-) -> Chosen | str:
+    asked: str, shapes: Sequence[LinearShape], precision: lax.Precision, mesh: Any
+) -> tuple[str, int] | str:
     """Returns the first back end to take for a linear, or why none is taken.
 
     Args:
         asked: Name of a back end, or `auto`, which passes over back ends that are slow
             on the device.
-        dtype: Dtype of x and w.
-        features: K and N.
-        rank: Sum of the branches' ranks.
-        blocks: Rows of a token block, in order of preference.
+        shapes: The linear with each size of token blocks, in order of preference.
         precision: What the products are asked for.
-        mesh: The abstract mesh around the linear; None: the present one.
+        mesh: The abstract mesh around the linear.
+
+    Returns:
+        The back end's name and the rows of a token block, or the reason.
     """
     is_auto = asked == "auto"
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     reasons = []
     for backend in BACKENDS.values() if is_auto else [get_backend(asked)]:
         reason = None
@@ -74,16 +50,9 @@ def choose_backend(
                 f"precision={precision.name} is asked for"
             )
             continue
-        for block in blocks:
-            shape = LinearShape(
-                dtype=dtype,
-                in_features=features[0],
-                out_features=features[1],
-                rank=rank,
-                block_tokens=block,
-            )
+        for shape in shapes:
             reason = backend.why_not(backend.unsupported(shape), is_auto=is_auto)
             if reason is None:
-                return Chosen(name=backend.name, block_tokens=block)
+                return backend.name, shape.block_tokens
         reasons.append(f"{backend.name} {reason}")
     return "; ".join(reasons)

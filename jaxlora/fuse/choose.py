@@ -1,4 +1,9 @@
-"""Decides for each site whether kernels compute it, and which functions around it."""
+"""Decides for each site whether kernels compute it, and which functions around it.
+
+The rule: under `auto`, kernels compute norms and gates if the function itself draws the
+dropout masks of the linears that they are computed with. A back end that is named
+computes everything that it can. The times behind the rule are in docs/measured/fuse.md.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -7,8 +12,9 @@ from jax.extend import core
 
 from jaxlora.fuse.cost import decide, format_time
 from jaxlora.fuse.measure import Stopwatch, Times
-from jaxlora.fuse.producers import Part, find_around, is_worth_a_kernel, parts_of
+from jaxlora.fuse.producers import Part, find_parts
 from jaxlora.fuse.site import Site
+from jaxlora.fuse.site_shape import draws_masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +41,7 @@ class Choice:
         """The variables that are computed in the chosen way."""
         if self.part is not None:
             return self.part.outputs
-        return tuple(p.root for p in self.site.projections)
+        return self.site.roots
 
     def apart(self) -> "Choice":
         """Returns the choice without row-wise functions in the call."""
@@ -43,59 +49,60 @@ class Choice:
         return dataclasses.replace(self, part=part)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chooser:
-    """Chooses how sites are computed.
+def choose(
+    sites: Sequence[Site],
+    implementation: str,
+    program: Callable[[core.Jaxpr, Sequence[Part]], core.Jaxpr | None],
+    stopwatch: Stopwatch | None,
+) -> list[Choice]:
+    """Chooses how the sites of one jaxpr are computed.
 
-    Attributes:
+    Args:
+        sites: The sites.
         implementation: Name of a back end, which then computes everything that it can,
             or `auto`.
         program: Puts calls of the kernels into a jaxpr, so that it can be timed.
         stopwatch: Measures times; None: the prediction and the rule decide.
     """
-
-    implementation: str
-    program: Callable[[core.Jaxpr, Sequence[Part]], core.Jaxpr | None]
-    stopwatch: Stopwatch | None
-
-    def choose(self, sites: Sequence[Site]) -> list[Choice]:
-        """Chooses how the sites of one jaxpr are computed."""
-        around = find_around(sites)
-        refusals = {id(s): a.refusal for s, a in zip(sites, around, strict=True)}
-        found: dict[int, Choice] = {}
-        for whole in parts_of(sites, around):
-            parts, (seconds, unmeasured) = self._choose(whole)
-            part_of = {id(site): part for part in parts for site in part.sites}
-            for site in whole.sites:
-                reason = decide(site).reason
-                if unmeasured is not None:
-                    reason += f"; not measured: {unmeasured}"
-                found[id(site)] = Choice(
-                    site=site,
-                    part=part_of.get(id(site)),
-                    reason=_measured(seconds) if seconds else reason,
-                    refusal=refusals[id(site)],
-                    seconds=seconds,
-                )
-        return [found[id(site)] for site in sites]
-
-    def _choose(self, whole: Part) -> tuple[Sequence[Part], Times]:
-        """Returns the calls that compute a part, and the times that were measured."""
-        alone = [Part(site=site) for site in whole.sites]
-        is_auto = self.implementation == "auto"
+    parts = dict(zip(sites, find_parts(sites), strict=True))
+    found: dict[Site, Choice] = {}
+    for first, whole in parts.items():
+        if first in found:
+            continue
+        ways = {"xla": []} if implementation == "auto" else {}
+        ways["kernels"] = [Part(site=site) for site in whole.sites]
+        ways[whole.name] = [whole]
         times: Times = {}, None
-        if self.stopwatch is not None:
-            ways = {"xla": []} if is_auto else {}
-            ways |= {"kernels": alone, whole.name: [whole]}
-            times = seconds, _ = self.stopwatch.times(whole, ways, self.program)
-            if seconds:
-                return ways[min(seconds, key=lambda name: seconds[name])], times
-        if not is_auto:
-            return [whole], times
-        fused = [part for part in alone if decide(part.site).fused]
-        if len(fused) == len(alone) and is_worth_a_kernel(whole.sites):
-            return [whole], times
-        return fused, times
+        if stopwatch is not None:
+            times = stopwatch.times(whole, ways, program)
+        seconds, unmeasured = times
+        if seconds:
+            calls = ways[min(seconds, key=lambda name: seconds[name])]
+        else:
+            calls = _by_rule(whole, implementation)
+        part_of = {site: call for call in calls for site in call.sites}
+        for site in whole.sites:
+            reason = _measured(seconds) if seconds else decide(site).reason
+            if unmeasured is not None:
+                reason += f"; not measured: {unmeasured}"
+            found[site] = Choice(
+                site=site,
+                part=part_of.get(site),
+                reason=reason,
+                refusal=parts[site].refusal,
+                seconds=seconds,
+            )
+    return [found[site] for site in sites]
+
+
+def _by_rule(whole: Part, implementation: str) -> Sequence[Part]:
+    """Returns the calls that compute a part, by the prediction and the rule."""
+    if implementation != "auto":
+        return [whole]
+    fused = [Part(site=site) for site in whole.sites if decide(site).fused]
+    if len(fused) == len(whole.sites) and all(map(draws_masks, whole.sites)):
+        return [whole]
+    return fused
 
 
 def _measured(seconds: Mapping[str, float]) -> str:

@@ -109,7 +109,8 @@ class Explanation:
             ("near miss", r.reason, r.location) for r in self.refusals
         )
         if self.sites:
-            both = _change(self.before, self.after)
+            costs = self.before, self.after
+            both = f"{_times(*costs)}, {_megabytes(*costs)} MB"
             yield f"all sites, forward and backward: {both}"
 
 
@@ -239,21 +240,13 @@ def _by_reason(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _times(before: Cost, after: Cost) -> str:
-    return _change_of_times(before.seconds, after.seconds)
-
-
-def _change_of_times(before: float, after: float) -> str:
-    if max(before, after) < 1e-3:
-        return f"{1e6 * before:.0f} → {1e6 * after:.0f} us"
-    return f"{1e3 * before:.2f} → {1e3 * after:.2f} ms"
+    if max(before.seconds, after.seconds) < 1e-3:
+        return f"{1e6 * before.seconds:.0f} → {1e6 * after.seconds:.0f} us"
+    return f"{1e3 * before.seconds:.2f} → {1e3 * after.seconds:.2f} ms"
 
 
 def _megabytes(before: Cost, after: Cost) -> str:
     return f"{before.num_bytes / 1e6:,.0f} → {after.num_bytes / 1e6:,.0f}"
-
-
-def _change(before: Cost, after: Cost) -> str:
-    return f"{_times(before, after)}, {_megabytes(before, after)} MB"
 
 
 def _short(location: str) -> str:

@@ -29,7 +29,7 @@ class Graph:
         live: Whether a result depends on each equation.
         maker: The number of the equation that computes each variable.
         users: The numbers of the live equations that read each variable, and `RESULT`.
-        added: Equations of further variables, by these.
+        added: Equations of further variables that sites may read, by these.
     """
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
@@ -39,9 +39,9 @@ class Graph:
         self.users: dict[core.Var, list[int]] = {v: [] for v in self.maker}
         for number, eqn in enumerate(jaxpr.eqns):
             if self.live[number]:
-                for var in dict.fromkeys(_variables(eqn.invars)):
+                for var in dict.fromkeys(variables(eqn.invars)):
                     self.users.setdefault(var, []).append(number)
-        for var in _variables(jaxpr.outvars):
+        for var in variables(jaxpr.outvars):
             self.users.setdefault(var, []).append(RESULT)
         self.added: dict[core.Var, Any] = {}
 
@@ -65,7 +65,7 @@ class Graph:
             after: What this equation and those before it compute is not looked into.
             stops: Returns whether a variable is not looked into.
         """
-        todo, seen = list(_variables(atoms)), set()
+        todo, seen = list(variables(atoms)), set()
         while todo:
             var = todo.pop()
             if var in seen:
@@ -74,7 +74,7 @@ class Graph:
             yield var
             eqn, last = self.equation(var), len(self.jaxpr.eqns)
             if eqn and self.maker.get(var, last) > after and not stops(var):
-                todo += _variables(eqn.invars)
+                todo += variables(eqn.invars)
 
     def depends(self, atoms: Iterable[Any], sources: Collection[Any]) -> bool:
         """Returns whether an atom is one of some sources or computed from one."""
@@ -86,22 +86,18 @@ class Graph:
         return any(user not in equations for user in self.users.get(var, ()))
 
 
-def variables(eqn: Any) -> Iterator[core.Var]:
-    """Returns the variables that an equation reads."""
-    return _variables(eqn.invars)
-
-
-def _variables(atoms: Iterable[Any]) -> Iterator[core.Var]:
+def variables(atoms: Iterable[Any]) -> Iterator[core.Var]:
+    """Returns the variables among atoms."""
     return (atom for atom in atoms if isinstance(atom, core.Var))
 
 
 def _live_equations(jaxpr: core.Jaxpr) -> list[bool]:
     """Returns for each equation whether a result of the jaxpr depends on it."""
-    needed = set(_variables(jaxpr.outvars))
+    needed = set(variables(jaxpr.outvars))
     live = [False] * len(jaxpr.eqns)
     for number in range(len(live) - 1, -1, -1):
         eqn = jaxpr.eqns[number]
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             live[number] = True
-            needed.update(_variables(eqn.invars))
+            needed.update(variables(eqn.invars))
     return live

@@ -93,7 +93,7 @@ class Maker:
     rows: tuple[core.Var, ...]
     features: tuple[core.Var, ...]
     expression: RowExpression
-    equations: frozenset[int]
+    equations: frozenset[int] = dataclasses.field(compare=False)
     is_closed: bool
 
     @property
@@ -135,17 +135,18 @@ def find_maker(site: Site, roots: Collection[core.Var]) -> Maker | str | None:
     Returns:
         None if no arithmetic makes it, but a product, a sum or an argument.
     """
-    split = rows_before_features(site)
     if isinstance(site.x.var, core.Literal):
         return None
     x = _as_read(site.graph, site.x.var, site.dtype)
     eqn = site.graph.equation(x)
     if x in roots or eqn is None or not is_element_wise(eqn):
         return None
+    rows, features = site.first.row_order, site.first.in_indices
+    if site.x.indices != (*rows, *features):
+        return "the features of its input are not its last dimensions"
+    held = (not set(features).isdisjoint(dim) for dim in site.x.dims)
     try:
-        if split is None:
-            raise NotRowWise("the features of its input are not its last dimensions")
-        return _Walk(site, roots).back_from(x, split)
+        return _Walk(site, roots).back_from(x, [*held].index(True))
     except NotRowWise as reason:
         return str(reason)
 
@@ -163,15 +164,6 @@ def _as_read(graph: Graph, x: core.Var, dtype: np.dtype) -> core.Var:
     return x
 
 
-def rows_before_features(site: Site) -> int | None:
-    """Returns the first dimension of x with features; None: they are not the last."""
-    order = (*site.adapter_indices, *site.row_indices, *site.in_indices)
-    if site.x.indices != order:
-        return None
-    held = set(site.in_indices)
-    return next(i for i, dim in enumerate(site.x.dims) if held & set(dim))
-
-
 class _Walk:
     """Follows the equations that make one input."""
 
@@ -181,7 +173,7 @@ class _Walk:
         self.site = site
         self.dtype = site.dtype
         self.roots = roots
-        self.sizes = site.num_tokens, site.in_features
+        self.sizes = site.num_tokens, site.first.in_features
         self.inside: set[int] = set()
         self.splits: dict[core.Var, int] = {}
         self.todo: list[int] = []  # a heap of numbers of equations, the last one first

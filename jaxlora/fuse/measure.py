@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,11 +20,22 @@ from jax._src.core import eval_context
 from jax.extend import core
 
 from jaxlora.errors import ConfigError
+from jaxlora.fuse.graph import Graph
+from jaxlora.fuse.normal_forms.forms import is_float
 from jaxlora.fuse.place import signature
-from jaxlora.fuse.producers import Part, part_program
+from jaxlora.fuse.producers import Part
 from jaxlora.fuse.site_shape import draws_masks
 from jaxlora.pallas_kernels import compile_program
 
+# Operations too expensive to repeat to make the small inputs of a program.
+_HEAVY = {
+    "dot_general",
+    "ragged_dot_general",
+    "scan",
+    "while",
+    "cond",
+    "custom_vjp_call",
+}
 _SHORTEST_SECONDS = 0.02  # of calls that are timed together
 _NUM_BATCHES = 5
 # The time of each way, by name; or no times, and the reason.
@@ -116,7 +127,7 @@ class Stopwatch:
     def _timed(self, part, ways, program, *, until: float) -> Times:
         if self._clock() >= until:
             return _USED_UP
-        plain = part_program(part)
+        plain = _program(part)
         made = {name: program(plain, parts) for name, parts in ways.items()}
         with _apart():
             programs = {
@@ -126,7 +137,7 @@ class Stopwatch:
             }
             lowered = list(map(_lowered, programs.values()))
         with ThreadPoolExecutor(len(lowered) or 1, "measure-compile") as pool:
-            compiled = list(pool.map(_compile, lowered))
+            compiled = list(pool.map(compile_program, lowered))
         seconds = {}
         for (name, both), call in zip(programs.items(), compiled, strict=True):
             if self._clock() >= until:
@@ -134,6 +145,56 @@ class Stopwatch:
             with _apart():
                 seconds[name] = self._timer(call, both.arguments())
         return seconds, None
+
+
+def _program(part: Part) -> core.Jaxpr:
+    """Returns a part as a program of its own, as its author wrote it.
+
+    It draws the dropout masks and computes the values of rows that row-wise functions
+    read, if that takes no product.
+    """
+    graph, makers = part.site.graph, part.makers
+    jaxpr = graph.jaxpr
+    roots = {root for site in part.sites for root in site.roots}
+    inputs: set[Any] = {v for site in part.sites for v in site.inputs}
+    inputs -= {maker.read for maker in makers} | roots
+    inputs |= {v for maker in makers for v in maker.inputs} - roots
+    inner = frozenset().union(*(each.equations for each in (*makers, *part.sites)))
+    small = {v for site in part.sites for v in site.masks}
+    for var in (small | {v for maker in makers for v in maker.rows}) & inputs:
+        needed, leaves = _behind(graph, [var], inputs - {var})
+        names = {jaxpr.eqns[n].primitive.name for n in needed - inner}
+        is_light = not names & _HEAVY and not any(_is_large(v, inputs) for v in leaves)
+        if needed and is_light:
+            inputs.remove(var)
+    results = [*roots, *(maker.x for maker in makers)]
+    outputs = [v for v in results if graph.is_used_beside(v, inner)]
+    needed, leaves = _behind(graph, outputs, inputs)
+    order = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    place = lambda v: (graph.maker.get(v, -1), order.get(v, len(order)))
+    return jaxpr.replace(
+        constvars=[],
+        invars=sorted(leaves, key=place),
+        outvars=sorted(outputs, key=place),
+        eqns=[jaxpr.eqns[number] for number in sorted(needed)],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def _is_large(var: core.Var, inputs: set[Any]) -> bool:
+    """Returns whether a variable is an array of floats that the part does not read."""
+    aval: Any = var.aval
+    return var not in inputs and is_float(aval) and aval.size > 1
+
+
+def _behind(
+    graph: Graph, outputs: Iterable[Any], inputs: set[Any]
+) -> tuple[set[int], list[core.Var]]:
+    """Returns the equations from inputs to outputs, and what they read."""
+    is_read = lambda var: var in inputs or var not in graph.maker
+    found = list(graph.ancestors(outputs, stops=is_read))
+    needed = {graph.maker[var] for var in found if not is_read(var)}
+    return needed, list(filter(is_read, found))
 
 
 def _apart() -> contextlib.AbstractContextManager[None]:
@@ -168,21 +229,18 @@ class BothPasses:
 
 def _lowered(program: BothPasses) -> jax.stages.Lowered:
     # It is traced in this thread, because JAX's settings belong to a thread. It is not
-    # lowered by `lower_program`, in whose worker processes kernels are lowered: JAX
+    # traced by `trace_program`, in whose worker processes kernels are lowered: JAX
     # caches traces of kernels, and the fused function, which shares them, may also run
     # uncompiled.
     return jax.jit(program.function).lower(program.values, program.gradients)
 
 
-def _compile(lowered: jax.stages.Lowered) -> Callable[..., Any]:
-    return compile_program(lowered)
-
-
 def both_passes(jaxpr: core.Jaxpr, frozen: set[Any]) -> BothPasses:
     """Returns both passes of a program, without gradients of frozen inputs."""
-    values = [_type_of(v) for v in jaxpr.invars]
+    avals: list[Any] = [v.aval for v in jaxpr.invars]
+    values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     trained = [
-        i for i, v in enumerate(jaxpr.invars) if v not in frozen and _is_float(v.aval)
+        i for i, v in enumerate(jaxpr.invars) if v not in frozen and is_float(v.aval)
     ]
     run = core.jaxpr_as_fun(jaxpr)
 
@@ -191,23 +249,14 @@ def both_passes(jaxpr: core.Jaxpr, frozen: set[Any]) -> BothPasses:
             every = list(values)
             for place, value in zip(trained, some, strict=True):
                 every[place] = value
-            return [y for y in run(*every) if _is_float(y)]
+            return [y for y in run(*every) if is_float(y)]
 
         ys, pull = jax.vjp(results, [values[i] for i in trained])
         return ys, pull(gradients)
 
     results = jax.eval_shape(lambda *v: run(*v), *values)
-    gradients = [y for y in results if _is_float(y)]
+    gradients = [y for y in results if is_float(y)]
     return BothPasses(function=step, values=values, gradients=gradients)
-
-
-def _type_of(var: core.Var) -> jax.ShapeDtypeStruct:
-    aval: Any = var.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _is_float(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def _random(aval: jax.ShapeDtypeStruct, number: int) -> jax.Array:
@@ -215,7 +264,7 @@ def _random(aval: jax.ShapeDtypeStruct, number: int) -> jax.Array:
     key = jax.random.key(number)
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, aval.shape) if aval.shape else key
-    if jnp.issubdtype(aval.dtype, jnp.floating):
+    if is_float(aval):
         return (jax.random.normal(key, aval.shape) / 16).astype(aval.dtype)
     if aval.dtype == jnp.uint32:  # a key, or random bits
         return jax.random.bits(key, aval.shape)
@@ -225,8 +274,7 @@ def _random(aval: jax.ShapeDtypeStruct, number: int) -> jax.Array:
 def frozen_inputs(part: Part) -> set[Any]:
     """Returns the variables of a part's weights, biases and values of features."""
     frozen = {v for maker in part.makers for v in maker.features}
-    for site in part.sites:
-        for p in site.projections:
-            operands = (p.w, *p.w_scales, *(() if p.bias is None else (p.bias,)))
-            frozen |= {o.var for o in operands}
+    for linear in (linear for site in part.sites for linear in site.linears):
+        factors = (linear.w, *linear.w_scales, linear.bias)
+        frozen |= {factor.var for factor in factors if factor is not None}
     return frozen

@@ -1,13 +1,8 @@
-"""Norms and gates beside sites, and which of them one call of the kernels computes.
-
-The rule: under `auto`, kernels compute norms and gates if the function itself draws the
-dropout masks of the linears that they are computed with. A back end that is named
-computes everything that it can. The times behind the rule are in docs/measured/fuse.md.
-"""
+"""Norms and gates beside sites that one call of the kernels can compute with them."""
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,13 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxlora.fuse.graph import Graph
-from jaxlora.fuse.kernel_call import inputs_of
 from jaxlora.fuse.makers import Maker, find_maker
 from jaxlora.fuse.row_program import NotRowWise, RowExpression
 from jaxlora.fuse.rows import is_in_blocks
-from jaxlora.fuse.site import Site, SiteProjection
-from jaxlora.fuse.site_shape import draws_masks
+from jaxlora.fuse.site import Linear, Site
 from jaxlora.pallas_kernels import (
     GivenMask,
     Projection,
@@ -29,16 +21,6 @@ from jaxlora.pallas_kernels import (
     unsupported_producer,
 )
 from jaxlora.pallas_kernels.given_mask import num_words
-
-# Operations too expensive to repeat to make the small inputs of a program.
-_HEAVY = {
-    "dot_general",
-    "ragged_dot_general",
-    "scan",
-    "while",
-    "cond",
-    "custom_vjp_call",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,11 +49,14 @@ class Part:
         gate: Makes the input of another site from its outputs, and s beside it. In the
             backward pass it makes ds beside their gradients. None: its outputs are
             written.
+        refusal: Why kernels cannot compute the function that makes its input, or cannot
+            compute it with the linears before it; None: they can, or there is none.
     """
 
     site: Site
     producer: Maker | None = None
     gate: Gate | None = None
+    refusal: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -95,43 +80,23 @@ class Part:
         """The variables that it reads, each once."""
         made = {*self.outputs, *(maker.read for maker in self.makers)}
         if self.gate is not None:
-            made |= {p.root for p in self.site.projections}
-        found = [v for maker in self.makers for v in maker.inputs]
-        found += [v for site in self.sites for v in inputs_of(site)]
+            made |= {*self.site.roots}
+        found = [v for each in (*self.makers, *self.sites) for v in each.inputs]
         return tuple(v for v in dict.fromkeys(found) if v not in made)
 
     @functools.cached_property
     def outputs(self) -> tuple[core.Var, ...]:
         """The variables that it computes."""
-        roots = tuple(p.root for p in self.sites[-1].projections)
-        return *roots, *(maker.x for maker in self.makers)
+        return *self.sites[-1].roots, *(maker.x for maker in self.makers)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Around:
-    """The row-wise functions around a site that kernels can compute with it.
-
-    Attributes:
-        producer: Makes its input.
-        gate: Makes the input of another site from its outputs.
-        refusal: Why kernels cannot compute the function that makes its input, or cannot
-            compute it with the linears before it; None: they can, or there is none.
-    """
-
-    producer: Maker | None = None
-    gate: Gate | None = None
-    refusal: str | None = None
-
-
-def find_around(sites: Sequence[Site]) -> list[Around]:
-    """Returns the row-wise functions around each of the sites of one jaxpr."""
-    number_of = {p.root: n for n, site in enumerate(sites) for p in site.projections}
-    found = [Around() for _ in sites]
+def find_parts(sites: Sequence[Site]) -> list[Part]:
+    """Returns each site of one jaxpr with all that kernels can compute around it."""
+    number_of = {root: n for n, site in enumerate(sites) for root in site.roots}
+    found = [Part(site=site) for site in sites]
     for after, site in enumerate(sites):
         maker = find_maker(site, number_of.keys())
-        reason = maker if isinstance(maker, str) else None
-        if isinstance(maker, Maker):
-            reason = _no_producer(maker, site)
+        reason = _no_producer(maker, site) if isinstance(maker, Maker) else maker
         if reason is not None or not isinstance(maker, Maker):
             found[after] = dataclasses.replace(found[after], refusal=reason)
             continue
@@ -145,83 +110,9 @@ def find_around(sites: Sequence[Site]) -> list[Around]:
     return found
 
 
-def parts_of(sites: Sequence[Site], around: Sequence[Around]) -> list[Part]:
-    """Returns parts that compute each site once, with the functions around it.
-
-    Args:
-        sites: The sites of one jaxpr.
-        around: The functions around each of them.
-    """
-    parts: list[Part] = []
-    done: set[int] = set()
-    for site, beside in zip(sites, around, strict=True):
-        if id(site) not in done:
-            part = Part(site=site, producer=beside.producer, gate=beside.gate)
-            parts.append(part)
-            done |= set(map(id, part.sites))
-    return parts
-
-
-def is_worth_a_kernel(sites: Sequence[Site]) -> bool:
-    """Returns whether `auto` has kernels compute norms and gates with some linears."""
-    return all(map(draws_masks, sites))
-
-
-def part_program(part: Part) -> core.Jaxpr:
-    """Returns a part as a program of its own, as its author wrote it.
-
-    It draws the dropout masks and computes the values of rows that row-wise functions
-    read, if that takes no product.
-    """
-    graph, makers = part.site.graph, part.makers
-    jaxpr = graph.jaxpr
-    roots = {p.root for site in part.sites for p in site.projections}
-    inputs: set[Any] = {v for site in part.sites for v in inputs_of(site)}
-    inputs -= {maker.read for maker in makers} | roots
-    inputs |= {v for maker in makers for v in maker.inputs} - roots
-    inner = frozenset().union(*(each.equations for each in (*makers, *part.sites)))
-    masks = (p.mask for site in part.sites for p in site.projections)
-    small = {m.operand.var for m in masks if m is not None}
-    for var in (small | {v for maker in makers for v in maker.rows}) & inputs:
-        needed, leaves = _behind(graph, [var], inputs - {var})
-        names = {jaxpr.eqns[n].primitive.name for n in needed - inner}
-        is_light = not names & _HEAVY and not any(_is_large(v, inputs) for v in leaves)
-        if needed and is_light:
-            inputs.remove(var)
-    results = [*roots, *(maker.x for maker in makers)]
-    outputs = [v for v in results if graph.is_used_beside(v, inner)]
-    needed, leaves = _behind(graph, outputs, inputs)
-    order = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    place = lambda v: (graph.maker.get(v, -1), order.get(v, len(order)))
-    return jaxpr.replace(
-        constvars=[],
-        invars=sorted(leaves, key=place),
-        outvars=sorted(outputs, key=place),
-        eqns=[jaxpr.eqns[number] for number in sorted(needed)],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-
-
-def _is_large(var: core.Var, inputs: set[Any]) -> bool:
-    """Returns whether a variable is an array of floats that the part does not read."""
-    aval: Any = var.aval
-    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-    return var not in inputs and is_float and aval.size > 1
-
-
-def _behind(
-    graph: Graph, outputs: Iterable[Any], inputs: set[Any]
-) -> tuple[set[int], list[core.Var]]:
-    """Returns the equations from inputs to outputs, and what they read."""
-    is_read = lambda var: var in inputs or var not in graph.maker
-    found = list(graph.ancestors(outputs, stops=is_read))
-    needed = {graph.maker[var] for var in found if not is_read(var)}
-    return needed, list(filter(is_read, found))
-
-
 def _no_producer(maker: Maker, site: Site) -> str | None:
     """Returns why kernels cannot compute s beside the input of a site, or None."""
-    others = [v for v in inputs_of(site) if v is not maker.read]
+    others = [v for v in site.inputs if v is not maker.read]
     if site.graph.depends(others, {maker.x, maker.read}):
         return "other arrays of its linears are computed from its input"
     if site.keeps_s:
@@ -248,7 +139,7 @@ def _gate(site: Site, maker: Maker, following: Site) -> Gate | str:
 
 def _no_gate(site: Site, maker: Maker, following: Site) -> str | None:
     """Returns why the outputs of a site cannot stay within a call, or None."""
-    roots = tuple(p.root for p in site.projections)
+    roots = site.roots
     # Both are in the order of the program.
     if maker.tiles != roots or maker.rows or maker.features:
         return "its gate reads more than the outputs of linears that share their input"
@@ -256,14 +147,14 @@ def _no_gate(site: Site, maker: Maker, following: Site) -> str | None:
         return "the inputs of its gate are also used elsewhere"
     if not maker.is_closed:
         return "a value inside of its gate is also used elsewhere"
-    others = [v for v in inputs_of(following) if v is not maker.read]
+    others = [v for v in following.inputs if v is not maker.read]
     if site.graph.depends(others, {*roots, site.x.var, maker.x, maker.read}):
         return "other arrays of the linears behind its gate are computed in the region"
-    if site.names.of_s or site.names.of_y:
+    if site.s_names or site.y_names:
         return "the inputs of its gate have names for policies of jax.checkpoint"
-    if not all(_is_plain(p, site) for p in site.projections):
+    if not all(map(_is_plain, site.linears)):
         return "the inputs of its gate are scaled or added to behind their products"
-    if all(p.w.indices[-1] in site.in_indices for p in site.projections):
+    if site.first.is_transposed:
         return "the weights before its gate are stored with output features first"
     if not is_in_blocks(site) or site.keeps_s:
         return "the rows before its gate are sorted or padded for the kernels"
@@ -272,23 +163,27 @@ def _no_gate(site: Site, maker: Maker, following: Site) -> str | None:
     return None
 
 
-def _is_plain(p: SiteProjection, site: Site) -> bool:
+def _is_plain(linear: Linear) -> bool:
     """Returns whether the kernels' own result is the output."""
-    aval: Any = p.root.aval
-    order = (*site.adapter_indices, *site.row_indices, *p.out_indices)
-    held = tuple(i for dim in p.root_dims for i in dim)
-    return not (p.scales or p.rest) and held == order and aval.dtype == site.dtype
+    aval: Any = linear.root.aval
+    order = [*linear.row_order, *linear.out_indices]
+    is_in_order = order == [i for dim in linear.dims for i in dim]
+    is_changed = linear.scales or linear.added or aval.dtype != linear.x.dtype
+    return is_in_order and not is_changed
 
 
 def _routing(site: Site) -> tuple:
     """Describes how the rows of a site choose their adapters."""
+    linear, selection = site.first, site.first.selection
     chosen = None
-    if site.selection is not None:
-        chosen = site.selection.var, site.selection.outside, site.selection.is_ragged
-    rows = [site.sizes[i] for i in site.row_indices]
-    slots = [site.sizes[i] for i in site.adapter_indices]
+    if selection is not None:
+        chosen = selection.var, selection.outside, selection.is_ragged
+    rows, slots = (
+        [linear.size_of([i]) for i in indices]
+        for indices in (linear.row_indices, linear.adapter_indices)
+    )
     backend = site.implementation, site.precision
-    return chosen, slots, rows, site.num_adapters, site.block_tokens, backend
+    return chosen, slots, rows, linear.num_adapters, site.block_tokens, backend
 
 
 def _unsupported(
@@ -300,34 +195,34 @@ def _unsupported(
     is_gradient: bool,
 ) -> str | None:
     """Returns why the kernels of a site cannot compute a function, or None."""
-    of = jax.ShapeDtypeStruct
-    tile = of((site.num_tokens, site.in_features), site.dtype)
+    of, features = jax.ShapeDtypeStruct, site.first.in_features
+    tile = of((site.num_tokens, features), site.dtype)
     arguments = RowArguments(
         [tile] * function.num_tiles,
         [of((site.num_tokens,), np.dtype(np.float32))] * function.num_rows,
-        [of((site.in_features,), maker.feature_dtype)] * function.num_features,
+        [of((features,), maker.feature_dtype)] * function.num_features,
     )
     return unsupported_producer(
         function,
         arguments,
-        [_shapes(p, one) for one in sites for p in one.projections],
+        [_shapes(linear) for one in sites for linear in one.linears],
         is_gradient=is_gradient,
         implementation=site.implementation,
     )
 
 
-def _shapes(p: SiteProjection, site: Site) -> Projection:
+def _shapes(p: Linear) -> Projection:
     """Returns a projection as the kernels get it, with shapes in place of arrays."""
-    of, slots, k = jax.ShapeDtypeStruct, site.num_adapters, site.in_features
+    of, slots, k = jax.ShapeDtypeStruct, p.num_adapters, p.in_features
     floats: Any = jnp.float32
     shapes: dict[str, Any] = {
-        "w": of((k, p.out_features), site.dtype),
+        "w": of((k, p.out_features), p.x.dtype),
         "a": of((slots, k, p.rank), floats),
         "b": of((slots, p.rank, p.out_features), floats),
         "scaling": of((slots,), floats),
     }
     mask: GivenMask | None = None
     if p.mask is not None:
-        words: Any = of((num_words(site.num_tokens), k), jnp.uint32)
+        words: Any = of((num_words(p.num_tokens), k), jnp.uint32)
         mask = GivenMask(words, shapes["scaling"])
     return Projection(**shapes, dropout=mask)

@@ -7,15 +7,14 @@ from typing import Any
 import jax
 from jax.extend import core, linear_util
 
-from jaxlora.fuse.choose import Choice, Chooser
-from jaxlora.fuse.graph import BODIES
-from jaxlora.fuse.group import group_sites, ungroup
+from jaxlora.fuse.choose import Choice, choose
+from jaxlora.fuse.graph import BODIES, Graph
 from jaxlora.fuse.linears.match import find_sites
 from jaxlora.fuse.measure import Stopwatch
-from jaxlora.fuse.place import part_equations, place_parts
+from jaxlora.fuse.place import Placed, part_equations
 from jaxlora.fuse.producers import Part
-from jaxlora.fuse.site import Refusal, Site
-from jaxlora.fuse.trace import Opened, open_calls
+from jaxlora.fuse.site import Refusal, Site, group_sites, ungroup
+from jaxlora.fuse.trace import open_calls
 from jaxlora.pallas_kernels import LINEAR_RESULTS
 
 
@@ -38,11 +37,6 @@ class Rewritten:
         """The sites that are replaced."""
         return tuple(c.site for c in self.choices if c.part is not None)
 
-    @property
-    def declined(self) -> tuple[Site, ...]:
-        """The sites that are left as they are, because the kernels would be slower."""
-        return tuple(c.site for c in self.choices if c.part is None)
-
 
 def rewrite(
     jaxpr: core.Jaxpr, implementation: str, stopwatch: Stopwatch | None = None
@@ -62,9 +56,7 @@ class _Rewriter:
 
     def __init__(self, implementation: str, stopwatch: Stopwatch | None) -> None:
         self.implementation = implementation
-        self.chooser = Chooser(
-            implementation=implementation, program=self._program, stopwatch=stopwatch
-        )
+        self.stopwatch = stopwatch
         self.traces: dict[Hashable, core.Jaxpr] = {}
         self.done: dict[tuple[int, tuple[str, ...]], tuple[core.Jaxpr, Rewritten]] = {}
 
@@ -76,29 +68,28 @@ class _Rewriter:
         return self.done[key][1]
 
     def _rewrite(self, jaxpr: core.Jaxpr, path: tuple[str, ...]) -> Rewritten:
-        opened = open_calls(jaxpr)
-        found = find_sites(opened.jaxpr, path, self.implementation)
-        grouped = group_sites(found.sites)
-        for chosen in self._choices(grouped):
-            placed = place_parts(opened, _parts_of(chosen), found.added)
-            if placed is not None:
+        opened, calls = open_calls(jaxpr)
+        graph = Graph(opened)
+        sites, refusals = find_sites(graph, path, self.implementation)
+        for chosen in self._choices(group_sites(sites)):
+            placed = Placed(graph, calls, _parts_of(chosen))
+            nodes = placed.in_order()
+            if nodes is not None:
                 break
         else:
             raise AssertionError("sites depend on each other")
-        rewritten, nodes = placed
-        choices = [c for c in chosen if not rewritten.is_in_body(c.outputs)]
-        refusals = [*found.refusals]
+        choices = [c for c in chosen if not placed.is_in_body(c.outputs)]
         eqns: list[Any] = []
         for node in nodes:
-            if node.part is not None:
-                eqns += part_equations(node.part, rewritten, self.traces)
+            if isinstance(node, Part):
+                eqns += part_equations(node, placed, self.traces)
                 continue
-            eqn, inner = self._with_bodies(node.eqn, path)
+            eqn, inner = self._with_bodies(node, path)
             eqns.append(eqn)
             for body in inner:
                 choices += body.choices
                 refusals += body.refusals
-        new = jaxpr.replace(eqns=eqns, outvars=rewritten.results)
+        new = jaxpr.replace(eqns=eqns, outvars=placed.results)
         return Rewritten(
             jaxpr=new if _parts_of(choices) else jaxpr,
             refusals=tuple(refusals),
@@ -107,25 +98,23 @@ class _Rewriter:
 
     def _choices(self, sites: Sequence[Site]) -> Iterator[list[Choice]]:
         """Yields what to do with sites, until no two parts depend on each other."""
-        chosen = self.chooser.choose(sites)
-        yield chosen
-        yield [choice.apart() for choice in chosen]
-        chosen = self.chooser.choose([one for site in sites for one in ungroup(site)])
-        yield [choice.apart() for choice in chosen]
+        for some in (sites, [one for site in sites for one in ungroup(site)]):
+            chosen = choose(some, self.implementation, self._program, self.stopwatch)
+            if some is sites:
+                yield chosen
+            yield [choice.apart() for choice in chosen]
 
     def _program(self, jaxpr: core.Jaxpr, parts: Sequence[Part]) -> core.Jaxpr | None:
         """Returns a jaxpr with parts in the kernels; None: they need each other."""
-        placed = place_parts(Opened(jaxpr=jaxpr, calls=()), parts, ())
-        if placed is None:
+        placed = Placed(Graph(jaxpr), (), parts)
+        nodes = placed.in_order()
+        if nodes is None:
             return None
-        rewritten, nodes = placed
         eqns: list[Any] = []
         for node in nodes:
-            if node.part is None:
-                eqns.append(node.eqn)
-            else:
-                eqns += part_equations(node.part, rewritten, self.traces)
-        return jaxpr.replace(eqns=eqns, outvars=rewritten.results)
+            is_part = isinstance(node, Part)
+            eqns += part_equations(node, placed, self.traces) if is_part else [node]
+        return jaxpr.replace(eqns=eqns, outvars=placed.results)
 
     def _with_bodies(self, eqn: Any, path: tuple[str, ...]) -> tuple[Any, list]:
         """Rewrites the jaxprs of an equation."""

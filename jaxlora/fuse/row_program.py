@@ -147,7 +147,7 @@ class RowExpression:
 
         tile = jax.ShapeDtypeStruct((2, 2), dtype)
         traced = jax.make_jaxpr(pull)(*[tile] * (self.num_tiles + 1))
-        opened = open_calls(traced).jaxpr
+        opened, _ = open_calls(traced)
         builder = Builder(opened.invars)
         for var, value in zip(opened.constvars, traced.consts, strict=True):
             aval: Any = var.aval

@@ -9,7 +9,8 @@ from jax.extend import core
 from jaxtyping import Array, Int
 
 from jaxlora.fuse.normal_forms.forms import Atom
-from jaxlora.fuse.site import Index, Selection, Site
+from jaxlora.fuse.site import Linear, Selection, Site
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,71 +60,72 @@ def value_of(atom: Atom, values: dict[Any, jax.Array]) -> jax.Array:
     return values[atom]
 
 
-def is_sorted(rows_per_choice: int) -> bool:
-    """Returns whether the rows of a selection are sorted by adapter.
+def _is_sorted(linear: Linear) -> bool:
+    """Returns whether the rows of a linear are sorted by adapter.
 
-    They are if few consecutive rows are known to have the same adapter.
+    They are if few consecutive rows are known to choose the same adapter.
     """
-    return rows_per_choice < 16
+    return linear.selection is not None and linear.size_of(linear.row_indices) < 16
 
 
-def sorted_blocks(num_tokens: int, num_adapters: int) -> tuple[int, ...]:
-    """Returns the sizes of token blocks for sorted rows, the best first.
+def block_sizes(linear: Linear) -> tuple[int, ...]:
+    """Returns the sizes of token blocks that suit a linear, the best first.
 
-    Each adapter's rows are padded to whole blocks, which at most doubles the rows.
+    Where rows are sorted, each adapter's are padded to whole blocks, which at most
+    doubles them.
     """
-    most = max(num_tokens // num_adapters, 1)
-    size = 1 << min(most.bit_length() - 1, 6)
-    return (size,)
+    if _is_sorted(linear):
+        most = max(linear.num_tokens // linear.num_adapters, 1)
+        return (1 << min(most.bit_length() - 1, 6),)
+    rows = linear.size_of(linear.row_indices)
+    return rows, -(-rows // TILE_TOKENS) * TILE_TOKENS
 
 
 def is_in_blocks(site: Site) -> bool:
     """Returns whether the rows of a site are token blocks as they are."""
-    num_rows = site.size_of(site.row_indices)
-    if site.selection is not None and is_sorted(num_rows):
-        return False
-    return site.block_tokens == num_rows
+    rows = site.first.size_of(site.first.row_indices)
+    return site.block_tokens == rows and not _is_sorted(site.first)
 
 
-def make_rows(site: Site, values: dict[Any, jax.Array]) -> Rows:
-    """Returns how the rows of a site are stored.
+def make_rows(linear: Linear, block_tokens: int, values: dict[Any, jax.Array]) -> Rows:
+    """Returns how the rows of a linear are stored.
 
     Args:
-        site: The site.
+        linear: The linear.
+        block_tokens: Rows of a token block.
         values: The arrays of the traced function that it reads.
     """
-    num_rows = site.size_of(site.row_indices)
-    selection = site.selection
+    num_rows, num_slots = linear.size_of(linear.row_indices), linear.num_adapters
+    selection = linear.selection
     if selection is None:
-        slots = jnp.arange(site.num_adapters, dtype=jnp.int32)
-        return _in_order(slots, site.num_adapters, site.block_tokens - num_rows)
-    adapters, num_slots = _adapters(site, selection, values)
-    if not is_sorted(num_rows):
-        return _in_order(adapters, num_slots, site.block_tokens - num_rows)
-    return _sort(jnp.repeat(adapters, num_rows), num_slots, site.block_tokens)
-
-
-def _in_order(slots: jax.Array, num_slots: int, padding: int) -> Rows:
+        slots = jnp.arange(num_slots, dtype=jnp.int32)
+    else:
+        slots, num_slots = _adapters(linear, selection, values)
+    if _is_sorted(linear):
+        return _sort(jnp.repeat(slots, num_rows), num_slots, block_tokens)
     return Rows(
         block_adapter=slots,
         num_slots=num_slots,
         source=None,
         target=None,
-        padding=padding,
+        padding=block_tokens - num_rows,
     )
 
 
 def _adapters(
-    site: Site, selection: Selection, values: dict[Any, jax.Array]
+    linear: Linear, selection: Selection, values: dict[Any, jax.Array]
 ) -> tuple[jax.Array, int]:
     """Returns the slot of each choice, in the order of the rows, and their number."""
-    given, count = value_of(selection.var, values), site.num_adapters
+    given, count = value_of(selection.var, values), linear.num_adapters
     if selection.is_ragged:
         ends = jnp.cumsum(given.astype(jnp.int32))
-        place = jnp.arange(site.size_of(site.adapter_indices), dtype=ends.dtype)
+        place = jnp.arange(linear.size_of(linear.adapter_indices), dtype=ends.dtype)
         given = jnp.searchsorted(ends, place, side="right")
     else:
-        given = _in_row_order(site, selection, _in_int32(given, count))
+        held = [i for dim in selection.row_dims for i in dim]
+        given = _in_int32(given, count).reshape([linear.size_of([i]) for i in held])
+        order = [held.index(i) for i in linear.adapter_indices]
+        given = given.transpose(order).reshape(-1)
     if selection.outside == "clip":
         return jnp.clip(given, 0, count - 1).astype(jnp.int32), count
     is_inside = (given >= 0) & (given < count)
@@ -138,12 +140,6 @@ def _in_int32(entries: jax.Array, count: int) -> jax.Array:
     if info.min < -1:
         entries = jnp.maximum(entries, jnp.asarray(-1, entries.dtype))
     return entries.astype(jnp.int32)
-
-
-def _in_row_order(site: Site, selection: Selection, given: jax.Array) -> jax.Array:
-    held: list[Index] = [i for dim in selection.row_dims for i in dim]
-    given = given.reshape([site.sizes[i] for i in held])
-    return given.transpose([held.index(i) for i in site.adapter_indices]).reshape(-1)
 
 
 def _sort(slot: Int[Array, " T"], num_slots: int, block: int) -> Rows:

@@ -1,13 +1,14 @@
 """The sizes of a site, on which alone its predicted time depends."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxlora.fuse.site import Index, Operand, Site, SiteProjection
+from jaxlora.fuse.graph import Graph
+from jaxlora.fuse.normal_forms.forms import Factor, Index
+from jaxlora.fuse.site import Linear, Site
 
 _RANDOM = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _QUANTIZED_BYTES = 1  # of the elements of codes, at most
@@ -79,65 +80,60 @@ class SiteShape:
     @classmethod
     def of(cls, site: Site) -> "SiteShape":
         """Returns the sizes of a site."""
-        masks = {p.mask.operand.var for p in site.projections if p.mask is not None}
         formed = [
             one
-            for number, p in enumerate(site.projections)
-            for one in _formed(site, p, number)
+            for number, linear in enumerate(site.linears)
+            for one in _formed(site.graph, linear, number)
         ]
         return cls(
             tokens=site.num_tokens,
-            in_features=site.in_features,
-            out_features=tuple(p.out_features for p in site.projections),
-            ranks=tuple(p.rank for p in site.projections),
-            adapters=site.num_adapters,
+            in_features=site.first.in_features,
+            out_features=tuple(p.out_features for p in site.linears),
+            ranks=tuple(p.rank for p in site.linears),
+            adapters=site.first.num_adapters,
             dtype=site.dtype.name,
-            masks=len(masks),
+            masks=len(site.masks),
             draws_masks=draws_masks(site),
-            bias=any(p.bias is not None for p in site.projections),
-            scales=sum(len(p.scales) for p in site.projections),
+            bias=any(p.bias is not None for p in site.linears),
+            scales=sum(len(p.scales) for p in site.linears),
             formed=tuple(dict.fromkeys(formed)),
         )
 
 
 def draws_masks(site: Site) -> bool:
     """Returns whether the function draws the random bits of a site's masks itself."""
-    masks = {p.mask.operand.var for p in site.projections if p.mask is not None}
 
     def is_random(var: core.Var) -> bool:
         eqn = site.graph.equation(var)
         return eqn is not None and eqn.primitive.name in _RANDOM
 
-    return any(map(is_random, site.graph.ancestors(masks, stops=is_random)))
+    return any(map(is_random, site.graph.ancestors(site.masks, stops=is_random)))
 
 
-def _formed(site: Site, p: SiteProjection, number: int) -> Iterator[Formed]:
+def _formed(graph: Graph, p: Linear, number: int) -> Iterator[Formed]:
     """Yields the products that the kernels of a linear need.
 
     What the function multiplies itself costs as much before as after, and is left out.
     """
-    slots = site.adapter_indices
-    if site.selection is not None:
-        slots = site.selection.table_indices
-    place = number if len(p.branches) == 1 else -1
+    slots = p.table_indices
     for branch in p.branches:
         ends = {
-            "a": (branch.a, (*slots, *site.in_indices, *branch.rank_indices)),
+            "a": (branch.a, (*slots, *p.in_indices, *branch.rank_indices)),
             "b": (branch.b, (*slots, *branch.rank_indices, *p.out_indices)),
         }
-        for role, (operands, result) in ends.items():
-            held = {i for o in operands for i in o.indices}
-            arrays = {o.var for o in operands if isinstance(o.var, core.Var)}
-            matrices = {o.var for o in operands if len(o.indices) > 1}
-            if len(operands) == 1 and held.issuperset(slots):
+        for role, (factors, result) in ends.items():
+            held = {i for f in factors for i in f.indices}
+            arrays = {f.var for f in factors if isinstance(f.var, core.Var)}
+            matrices = {f.var for f in factors if len(f.indices) > 1}
+            if len(factors) == 1 and held.issuperset(slots):
                 continue
             if any(matrices <= product <= arrays for product in branch.products):
                 continue
             yield Formed(
                 role=role,
-                linear=place,
-                num_factors=len(operands),
-                num_bytes=_num_bytes(site, operands, result),
+                linear=number if len(p.branches) == 1 else -1,
+                num_factors=len(factors),
+                num_bytes=_num_bytes(p, factors, result),
             )
     if p.w_scales:
         yield Formed(
@@ -145,31 +141,28 @@ def _formed(site: Site, p: SiteProjection, number: int) -> Iterator[Formed]:
             linear=number,
             num_factors=1 + len(p.w_scales),
             num_bytes=_num_bytes(
-                site, (p.w, *p.w_scales), (*site.in_indices, *p.out_indices)
+                p, (p.w, *p.w_scales), (*p.in_indices, *p.out_indices)
             ),
-            is_trained=any(_may_be_trained(site, p.w, s) for s in p.w_scales),
+            is_trained=any(_may_be_trained(graph, p.w, s) for s in p.w_scales),
         )
 
 
-def _num_bytes(
-    site: Site, operands: Sequence[Operand], result: Sequence[Index]
-) -> float:
+def _num_bytes(p: Linear, factors: Sequence[Factor], result: Sequence[Index]) -> float:
     """Returns the bytes of arrays and of their product."""
-    size = lambda indices: math.prod(site.sizes[i] for i in indices)
-    read = sum(size(o.indices) * o.dtype.itemsize for o in operands)
-    return read + size(result) * jnp.result_type(*(o.dtype for o in operands)).itemsize
+    read = sum(p.size_of(f.indices) * f.dtype.itemsize for f in factors)
+    written = jnp.result_type(*(f.dtype for f in factors)).itemsize
+    return read + p.size_of(result) * written
 
 
-def _may_be_trained(site: Site, w: Operand, scale: Operand) -> bool:
+def _may_be_trained(graph: Graph, w: Factor, scale: Factor) -> bool:
     """Returns whether the caller may train a scale, which a function cannot know.
 
     The scales of codes are not trained, nor are constants and stopped gradients.
     """
-    graph = site.graph
     has_several_inputs = lambda var: len(graph.equation(var).invars) != 1
     for var in graph.ancestors([w.var], stops=has_several_inputs):
         if var.aval.dtype.itemsize <= _QUANTIZED_BYTES:
             return False
     is_stopped = lambda var: graph.equation(var).primitive.name == "stop_gradient"
-    inputs = set(site.jaxpr.invars)
+    inputs = set(graph.jaxpr.invars)
     return any(v in inputs for v in graph.ancestors([scale.var], stops=is_stopped))

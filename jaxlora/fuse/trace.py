@@ -7,7 +7,7 @@ and remembers them, so that a call that need not be opened is kept as it is.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core, source_info_util
@@ -39,24 +39,16 @@ class Call:
     calls: tuple["Call", ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Opened:
-    """A jaxpr without calls, and the calls that it had, in order.
+def open_calls(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[Call, ...]]:
+    """Returns a jaxpr without calls at any depth, and the calls that it had, in order.
 
     Every equation has variables of its own, even if a body was called twice.
     """
-
-    jaxpr: core.Jaxpr
-    calls: tuple[Call, ...]
-
-
-def open_calls(jaxpr: core.Jaxpr) -> Opened:
-    """Replaces calls by their equations, at every depth."""
     eqns: list[Any] = []
     env: dict[Any, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
     calls = _open_into(eqns, jaxpr.eqns, env, rename=False)
     outvars = [_read(env, v) for v in jaxpr.outvars]
-    return Opened(jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars), calls=calls)
+    return jaxpr.replace(eqns=eqns, outvars=outvars), calls
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
@@ -72,11 +64,12 @@ def _open_into(
         outvars = [core.Var(v.aval) if rename else v for v in old.outvars]
         invars = [_read(env, v) for v in old.invars]
         eqn = old.replace(invars=invars, outvars=outvars)
-        if not _is_opened(eqn):
+        name, start = eqn.primitive.name, len(eqns)
+        body = eqn.params[BODIES[name][0]] if name in _OPENED else None
+        if body is None or body.constvars:
             eqns.append(eqn)
             env.update(zip(old.outvars, outvars, strict=True))
             continue
-        body, start = body_of(eqn), len(eqns)
         local = dict(zip(body.invars, invars, strict=True))
         nested = _open_into(eqns, body.eqns, local, rename=True)
         results = tuple(_read(local, v) for v in body.outvars)
@@ -87,14 +80,26 @@ def _open_into(
     return tuple(calls)
 
 
-def _is_opened(eqn: Any) -> bool:
-    return eqn.primitive.name in _OPENED and not body_of(eqn).constvars
+def inlined(
+    jaxpr: Any, inputs: Iterable[Any], outputs: Sequence[core.Var] = ()
+) -> tuple[list[Any], list[Any]]:
+    """Returns the equations of a traced function, and the atoms of its results.
 
-
-def body_of(eqn: Any) -> core.Jaxpr:
-    """Returns the jaxpr that a call runs."""
-    body = BODIES[eqn.primitive.name][0]
-    return eqn.params[body]
+    Args:
+        jaxpr: The traced function.
+        inputs: The atoms in the place of its arguments.
+        outputs: Variables in the place of its results; none: they get new ones.
+    """
+    env: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+    consts = zip(jaxpr.constvars, jaxpr.consts, strict=True)
+    env |= {v: core.Literal(value, v.aval) for v, value in consts}
+    env |= zip(jaxpr.outvars, outputs, strict=bool(outputs))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        outvars = [env.setdefault(v, core.Var(v.aval)) for v in eqn.outvars]
+        read = [_read(env, v) for v in eqn.invars]
+        eqns.append(eqn.replace(invars=read, outvars=outvars))
+    return eqns, [_read(env, v) for v in jaxpr.outvars]
 
 
 def source_of(eqn: Any) -> str:

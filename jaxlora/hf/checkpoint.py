@@ -5,7 +5,7 @@ import functools
 import logging
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxlora.hf.quantized.linears import (
 from jaxlora.hf.quantized.stored import StorageLayout, StoredWeight
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.config import ModelConfig
-from jaxlora.models.registry import model_config, text_settings
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import TensorSpec, linear_names, linear_path, tensor_specs
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
-_WITH_VISION, _TEXT = "model.language_model.", "model."
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -42,18 +41,23 @@ class Checkpoint:
 
     Attributes:
         folder: Folder of the files.
-        config_json: Contents of config.json, of a model with vision those for its text
-            model. `tie_word_embeddings` is false where the weights have a head of their
-            own.
+        config_json: Contents of config.json. `tie_word_embeddings` is false where the
+            weights have a head of their own.
         config: The model that config.json and the weights together define.
         files: The file of each tensor, by Hugging Face's name; none if only config.json
-            is known (`planned_checkpoint`).
+            is known (`planned_checkpoint`). Of a text model that is part of another, it
+            is the name that it has in a checkpoint of the text model alone.
+        stored_names: The name in the checkpoint of each tensor, by that in `files`;
+            empty where these are the same.
+        other_files: The file of each tensor of other parts of the model, by its name.
     """
 
     folder: pathlib.Path
     config_json: dict[str, Any]
     config: ModelConfig
     files: dict[str, TensorFile]
+    stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    other_files: dict[str, TensorFile] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Returns the weights that the config calls for, as if none was quantized."""
@@ -153,6 +157,30 @@ class Checkpoint:
             elif name not in parts | self.activation_scales:
                 yield name, file.array(name)
 
+    def as_stored(
+        self, tensors: Iterable[tuple[str, np.ndarray]], dtype: np.dtype | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields tensors by their names in the checkpoint, and those of other parts.
+
+        Args:
+            tensors: Tensors of the text model.
+            dtype: Dtype of those of other parts; None: they keep their own.
+        """
+        for name, array in tensors:
+            yield self.stored_names.get(name, name), array
+        for name, file in self.other_files.items():
+            array = file.array(name)
+            yield name, array if dtype is None else array.astype(dtype)
+
+
+def with_values(config_json: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """Returns the contents of config.json with other values of the text model."""
+    if (text := config_json.get("text_config")) is None:
+        return {**config_json, **values}
+    # transformers reads whether the head is tied of the whole model.
+    of_all = {key: x for key, x in values.items() if key == "tie_word_embeddings"}
+    return {**config_json, **of_all, "text_config": {**text, **values}}
+
 
 @jax.jit
 def _dequantized(weight: StoredWeight) -> jax.Array:
@@ -200,17 +228,18 @@ def planned_checkpoint(
 
 
 def _without_files(folder: pathlib.Path) -> Checkpoint:
-    config_json = text_settings(read_json(folder / "config.json"))
+    config_json = read_json(folder / "config.json")
     config = model_config(config_json)
     read_quantization(config_json)
     return Checkpoint(folder=folder, config_json=config_json, config=config, files={})
 
 
 def _with_files(planned: Checkpoint) -> Checkpoint:
-    files = _text_files(planned, safetensor_files(planned.folder))
+    planned = _with_text_files(planned, safetensor_files(planned.folder))
+    files = planned.files
     _check_num_layers(planned, files)
     if not _has_own_head(planned.config, files):
-        return dataclasses.replace(planned, files=files)
+        return planned
     logger.warning(
         "%s: config.json says tie_word_embeddings, and the weights hold a %s that "
         "differs from the embedding: it is used, as transformers does. Set "
@@ -220,37 +249,33 @@ def _with_files(planned: Checkpoint) -> Checkpoint:
     )
     return dataclasses.replace(
         planned,
-        files=files,
         config=dataclasses.replace(planned.config, tie_embeddings=False),
-        config_json={**planned.config_json, "tie_word_embeddings": False},
+        config_json=with_values(planned.config_json, tie_word_embeddings=False),
     )
 
 
-def _text_files(
-    planned: Checkpoint, files: dict[str, TensorFile]
-) -> dict[str, TensorFile]:
-    """Returns the tensors of a text model, by the names that they have without vision.
-
-    The other tensors of a model with vision are left out.
-    """
-    skipped = planned.config.family.skipped
-    if not skipped:
-        return files
+def _with_text_files(planned: Checkpoint, files: dict[str, TensorFile]) -> Checkpoint:
+    """Returns the checkpoint with the files of all tensors of the text model."""
+    if (composite := planned.config.family.composite) is None:
+        return dataclasses.replace(planned, files=files)
+    names = {name: composite.text_name(name) for name in files}
+    text_names = {stored: name for stored, name in names.items() if name is not None}
+    others = {name: files[name] for name in names.keys() - text_names.keys()}
     for file in {id(file): file for file in files.values()}.values():
-        file.rename(lambda name: name.replace(_WITH_VISION, _TEXT, 1))
-    found = {
-        name.replace(_WITH_VISION, _TEXT, 1): file
-        for name, file in files.items()
-        if not name.startswith(skipped)
-    }
-    if num := len(files) - len(found):
+        file.rename(text_names)
+    if others:
         logger.info(
-            "%s: %s that the text model does not have (%s) will not be read.",
+            "%s: the text model is used alone; not read: %s of other parts (%s, ...).",
             planned.folder,
-            counted(num, "tensor"),
-            ", ".join(f"{prefix}*" for prefix in skipped),
+            counted(len(others), "tensor"),
+            min(others),
         )
-    return found
+    return dataclasses.replace(
+        planned,
+        files={name: files[stored] for stored, name in text_names.items()},
+        stored_names={name: stored for stored, name in text_names.items()},
+        other_files=dict(sorted(others.items())),
+    )
 
 
 def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None:

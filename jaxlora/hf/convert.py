@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from jaxlora.common.atomic import new_folder, sync_files
 from jaxlora.errors import ModelError
-from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
+from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint, with_values
 from jaxlora.hf.files import model_folder, tokenizer_files
 from jaxlora.hf.new_tokens import add_to_tokenizer, with_rows
 from jaxlora.hf.tensor_file import check_finite
@@ -68,14 +68,17 @@ def convert(
         stays = new_tokens and checkpoint.files[name].dtype(name) == np.float32
         dtype = "float32" if stays else "bfloat16"
     log_dequantized(checkpoint, dtype)
-    tensors, config = _cast(checkpoint, DTYPES[dtype]), checkpoint.dense_config(dtype)
+    kind, config = DTYPES[dtype], checkpoint.dense_config(dtype)
+    tensors = _cast(checkpoint, kind)
     if not new_tokens:
-        return save_checkpoint(out, tensors, config, tokenizer_files(checkpoint.folder))
+        tensors, files = checkpoint.as_stored(tensors, kind), checkpoint.folder
+        return save_checkpoint(out, tensors, config, tokenizer_files(files))
     with tempfile.TemporaryDirectory(prefix="jaxlora-convert-") as temporary:
         place = pathlib.Path(temporary)
         files, num_tokens = add_to_tokenizer(checkpoint.folder, new_tokens, place)
-        config["vocab_size"] = max(checkpoint.config.vocab_size, num_tokens)
-        tensors = with_rows(tensors, config["vocab_size"])
+        vocab_size = max(checkpoint.config.vocab_size, num_tokens)
+        config = with_values(config, vocab_size=vocab_size)
+        tensors = checkpoint.as_stored(with_rows(tensors, vocab_size), kind)
         return save_checkpoint(out, tensors, config, files)
 
 

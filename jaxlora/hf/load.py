@@ -26,7 +26,7 @@ from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import TensorSpec
 from jaxlora.pallas_kernels import device
-from jaxlora.sharding.global_arrays import put_converted
+from jaxlora.sharding.global_arrays import TRANSPOSED_BYTES, put_converted
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,10 @@ def _host_bytes(checkpoint: Checkpoint, spec: TensorSpec, dtype: np.dtype) -> in
         return stored
     kind = checkpoint.files[spec.hf_name].dtype(spec.hf_name)
     cast = 0 if kind == dtype else 4 * (stored // kind.itemsize)  # float32 at most
-    return stored + cast
+    # Each device gets a part, of which the host makes a transposed copy if it is small.
+    most = TRANSPOSED_BYTES * jax.device_count()
+    transposed = stored if spec.transpose and stored <= most else 0
+    return stored + cast + transposed
 
 
 def _load_weight(

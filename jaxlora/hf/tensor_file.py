@@ -70,9 +70,9 @@ class TensorFile:
         """Returns the names of the tensors in the file."""
         return list(self._header)
 
-    def rename(self, change: Callable[[str], str]) -> None:
-        """Gives the tensors other names."""
-        self._header = {change(name): found for name, found in self._header.items()}
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors other names than in the file, from now on."""
+        self._header = {names.get(name, name): x for name, x in self._header.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor."""

@@ -54,6 +54,11 @@ class YarnScaling:
     magnitude: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UnroundedYarnScaling(YarnScaling):
+    """The same, blended from the exact ends of the ramp, not from whole pairs."""
+
+
 RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | YarnScaling
 
 
@@ -87,6 +92,64 @@ class PartialRope(Rope):
     def num_rotated(self, head_dim: int) -> int:
         """Returns how many of a head's features rotate, the first ones."""
         return int(head_dim * self.share)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingRope(Rope):
+    """Rotary position embedding whose rotated queries grow with their positions.
+
+    A query is multiplied by `1 + growth * log(1 + floor(position / period))`.
+
+    Attributes:
+        growth: How much a query grows.
+        period: Positions after which it grows.
+    """
+
+    growth: float
+    period: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Composite:
+    """A model of several parts, such as text and images, of which one is used here.
+
+    Its config.json has that of the text model as `text_config`.
+
+    Attributes:
+        model_type: Hugging Face's name of the whole.
+        models: Names of the models, for error messages.
+        texts: The `model_type` of text models that it may have; the first one is that
+            of a `text_config` without any.
+        keys: Keys of its config.json that are of other parts.
+        prefix: Start of the names of the text model's modules in transformers.
+        starts: Starts of names of tensors of the text model, in checkpoints and in a
+            checkpoint of the text model alone.
+        others: Starts of names of tensors of other parts, in checkpoints.
+    """
+
+    model_type: str
+    models: str
+    texts: tuple[str, ...]
+    keys: frozenset[str]
+    prefix: str
+    starts: tuple[tuple[str, str], ...]
+    others: tuple[str, ...]
+
+    def text_name(self, name: str) -> str | None:
+        """Returns the name of a tensor in a checkpoint of the text model alone.
+
+        Args:
+            name: Its name in a checkpoint of the whole.
+
+        Returns:
+            None for a tensor of another part.
+        """
+        if name.startswith(self.others):
+            return None
+        for start, alone in self.starts:
+            if name.startswith(start):
+                return alone + name.removeprefix(start)
+        return name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +200,7 @@ class Family:
         scales_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         undivided: Why a layer cannot be divided along the axis `tensor` of a mesh;
             None: it can.
-        vision_type: `model_type` of the models with vision whose text model is of this
-            family; None: there are none.
-        skipped: What the names of tensors in checkpoints that are not read begin with.
+        composite: The model of which it is the text part; None: it is by itself.
     """
 
     model_type: str
@@ -148,8 +209,12 @@ class Family:
     norm_offset: bool = False
     scales_embedding: bool = False
     undivided: str | None = None
-    vision_type: str | None = None
-    skipped: tuple[str, ...] = ()
+    composite: Composite | None = None
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of the modules of transformers, except for the head."""
+        return "model." if self.composite is None else self.composite.prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ they have in transformers. A default holds for a key that is missing; an explici
 is another value, and disables it. What a null stands for is said where a key is used.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -19,8 +20,9 @@ from jaxlora.models.config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     ModelConfig,
-    PartialRope,
     Rope,
+    UnroundedYarnScaling,
+    YarnScaling,
 )
 
 # Keys without an effect on what a model computes in training, and keys that are read
@@ -92,15 +94,16 @@ def count(most: int = 2**31 - 1) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def number(most: float) -> BeforeValidator:
-    """Accepts numbers above 0."""
+def number(most: float, *, or_zero: bool = False) -> BeforeValidator:
+    """Accepts numbers above 0, or also 0."""
 
     def check(value: Any) -> float:
         is_number = _is_whole(value) or isinstance(value, float)
         # `value > most` would let NaN pass.
-        if not is_number or not 0 < value <= most:
-            raise ValueError(f"wanted a number above 0, and at most {most:g}.")
-        return float(value)
+        if is_number and (0 < value <= most or (or_zero and value == 0)):
+            return float(value)
+        least = "of at least 0" if or_zero else "above 0"
+        raise ValueError(f"wanted a number {least}, and at most {most:g}.")
 
     return BeforeValidator(check)
 
@@ -141,6 +144,7 @@ Heads = Annotated[int, count(2**12)]
 HeadDim = Annotated[int, count(2**12)]
 Share = Annotated[float, number(1.0)]
 Theta = Annotated[float, number(1e15)]
+Factor = Annotated[float, number(1e6)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Object = Annotated[dict[str, Any], BeforeValidator(_object)]
 
@@ -161,17 +165,8 @@ class DefaultRope(pydantic.BaseModel):
         return Rope(theta=self.rope_theta)
 
 
-class PartialRopeKeys(DefaultRope):
-    """The keys of rotary positions that leave some features of a head as they are."""
-
-    partial_rotary_factor: Share = 1.0
-
-    def build(self) -> Rope:
-        return PartialRope(theta=self.rope_theta, share=self.partial_rotary_factor)
-
-
 class _LinearRope(DefaultRope):
-    factor: Annotated[float, number(1e6)]
+    factor: Factor
 
     def build(self) -> Rope:
         scaling = LinearRopeScaling(factor=self.factor)
@@ -179,7 +174,7 @@ class _LinearRope(DefaultRope):
 
 
 class _Llama3Rope(DefaultRope):
-    factor: Annotated[float, number(1e6)]
+    factor: Factor
     low_freq_factor: Annotated[float, number(1e9)]
     high_freq_factor: Annotated[float, number(1e9)]
     original_max_position_embeddings: Count
@@ -200,10 +195,57 @@ class _Llama3Rope(DefaultRope):
         return Rope(theta=self.rope_theta, scaling=scaling)
 
 
+class YarnRope(DefaultRope):
+    """The keys of YaRN."""
+
+    factor: Factor
+    original_max_position_embeddings: Count
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    attention_factor: Factor | None = None
+    mscale: Annotated[float, number(1e6, or_zero=True)] = 0.0
+    mscale_all_dim: Annotated[float, number(1e6, or_zero=True)] = 0.0
+    truncate: Flag = True
+
+    def build(self) -> Rope:
+        return Rope(theta=self.rope_theta, scaling=self.scaling())
+
+    def scaling(self) -> YarnScaling:
+        """Returns how the frequencies are stretched."""
+        if self.beta_fast < self.beta_slow:
+            raise ModelError(
+                f"config.json has beta_fast={self.beta_fast:g}, which must be at least "
+                f"beta_slow={self.beta_slow:g}. Are the two exchanged?"
+            )
+        if self.rope_theta == 1:
+            raise ModelError(
+                "config.json has rope_theta=1, with which all waves of YaRN have one "
+                "length. Correct it; most models have 10000 or more."
+            )
+        kind = YarnScaling if self.truncate else UnroundedYarnScaling
+        return kind(
+            factor=self.factor,
+            fast=self.beta_fast,
+            slow=self.beta_slow,
+            original_max_positions=self.original_max_position_embeddings,
+            magnitude=self.attention_factor or self._magnitude(),
+        )
+
+    def _magnitude(self) -> float:
+        def magnitude(multiplier: float) -> float:
+            # Below 1, transformers has no such factor.
+            return 0.1 * multiplier * math.log(max(self.factor, 1.0)) + 1
+
+        if not (self.mscale and self.mscale_all_dim):
+            return magnitude(1.0)
+        return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+
+
 ROPES: Mapping[str, type[DefaultRope]] = {
     "default": DefaultRope,
     "linear": _LinearRope,
     "llama3": _Llama3Rope,
+    "yarn": YarnRope,
 }
 
 
@@ -233,6 +275,17 @@ def read_rope(
             f"config.json has rope_theta={read.rope_theta:g}; wanted at least 1."
         )
     return read.build()
+
+
+def refuse_unread(config: Mapping[str, Any], known: Set[str]) -> None:
+    """Refuses a file that sets other keys than those known and those of no effect."""
+    for key, value in config.items():
+        if key not in _IGNORED | known and value not in (None, False, [], {}):
+            raise ModelError(
+                f"config.json sets {key}={shown(value)}, which is not read here and "
+                "may change what the model computes. If it does not, remove it from "
+                "config.json."
+            )
 
 
 def validated[T: pydantic.BaseModel](
@@ -299,14 +352,7 @@ class HfConfig(pydantic.BaseModel):
             ModelError: A value is missing or unsupported, or a key is set that is not
                 read and that may change the mathematics.
         """
-        for key, value in config.items():
-            is_known = key in _IGNORED | cls.IGNORED | cls.model_fields.keys()
-            if not is_known and value not in (None, False, [], {}):
-                raise ModelError(
-                    f"config.json sets {key}={shown(value)}, which is not read here "
-                    "and may change what the model computes. If it does not, remove it "
-                    "from config.json."
-                )
+        refuse_unread(config, cls.IGNORED | cls.model_fields.keys())
         missing = "config.json lacks {key!r}, so the model is not defined."
         return validated(cls, config, missing).build()
 
@@ -326,7 +372,7 @@ class HfConfig(pydantic.BaseModel):
             num_heads=self.num_attention_heads,
             num_kv_heads=self._kv_heads(),
             head_dim=self.features_of_head(),
-            max_positions=self.max_position_embeddings,
+            max_positions=self._max_positions(rope),
             rms_eps=self.rms_norm_eps or 1e-6,
             rope=rope,
             local_rope=local_rope,
@@ -334,6 +380,13 @@ class HfConfig(pydantic.BaseModel):
             layer_windows=self.layer_windows(),
             **fields,
         )
+
+    def _max_positions(self, rope: Rope) -> int:
+        # YaRN is often added to a config.json whose maximum stays as it was.
+        most = self.max_position_embeddings
+        if isinstance(yarn := rope.scaling, YarnScaling):
+            return max(most, int(yarn.factor * yarn.original_max_positions))
+        return most
 
     def ropes(self) -> tuple[Rope, Rope | None]:
         """Returns the rotary positions, and those of windowed layers if they differ.
@@ -345,12 +398,7 @@ class HfConfig(pydantic.BaseModel):
         given = {"rope_theta": theta, **self.rope_scaling, **self.rope_parameters}
         return read_rope(given), None
 
-    def ropes_by_type(
-        self,
-        theta: float,
-        local_theta: float,
-        kinds: Mapping[str, type[DefaultRope]] = ROPES,
-    ) -> tuple[Rope, Rope]:
+    def ropes_by_type(self, theta: float, local_theta: float) -> tuple[Rope, Rope]:
         """Returns the rotary positions of layers without a window, and with one.
 
         Version 4 of transformers scales the former alone, and version 5 has an object
@@ -359,7 +407,6 @@ class HfConfig(pydantic.BaseModel):
         Args:
             theta: Base of the frequencies of layers without a window.
             local_theta: Base of those of layers with a window.
-            kinds: The keys of each `rope_type` of the former.
         """
         given = self.rope_parameters
         if unread := given.keys() - {FULL, SLIDING}:
@@ -368,12 +415,14 @@ class HfConfig(pydantic.BaseModel):
                 f"an object for {FULL} and one for {SLIDING}."
             )
         by_type = validated(_Ropes, given)
-        full, sliding = by_type.full_attention, by_type.sliding_attention
-        full = {"rope_theta": theta, **full, **self.rope_scaling}
-        return (
-            read_rope(full, kinds),
-            read_rope({"rope_theta": local_theta, **sliding}),
-        )
+        full = {"rope_theta": theta, **by_type.full_attention, **self.rope_scaling}
+        sliding = {"rope_theta": local_theta, **by_type.sliding_attention}
+        if False in (full.get("truncate"), sliding.get("truncate")):
+            raise ModelError(
+                "config.json has truncate=false for one type of layer, where "
+                f"transformers does not read it for {self.model_type}. Remove it."
+            )
+        return read_rope(full), read_rope(sliding)
 
     def layer_windows(self) -> Windows:
         """Returns the attention window of each layer; None for a layer without one."""
@@ -454,13 +503,3 @@ class HfConfig(pydantic.BaseModel):
                 "one."
             )
         return head_dim
-
-    def check_rotated(self, rope: Rope) -> None:
-        """Checks how many features of a head rotate."""
-        head_dim = self.features_of_head()
-        rotated = rope.num_rotated(head_dim)
-        if rotated < 2 or rotated % 2:
-            raise ModelError(
-                f"config.json has head_dim={head_dim} and a partial_rotary_factor by "
-                f"which {rotated} features rotate; wanted an even number above 0."
-            )

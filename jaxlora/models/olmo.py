@@ -1,16 +1,13 @@
 """OLMo 2 and 3, with norms after attention and the MLP, and none before them."""
 
-import math
 from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.config import Family, ModelConfig, Rope, YarnScaling
+from jaxlora.models.config import Family, ModelConfig, Rope
 from jaxlora.models.hf_config import (
-    ROPES,
     Count,
-    DefaultRope,
     Flag,
     HfConfig,
     Windows,
@@ -19,7 +16,6 @@ from jaxlora.models.hf_config import (
 )
 from jaxlora.models.layer import DecoderLayer
 
-Factor = Annotated[float, number(1e6)]
 _UNDIVIDED = "the norms of queries and keys run over all heads"
 
 
@@ -52,25 +48,6 @@ class Olmo2(HfConfig):
         )
 
 
-class _YarnRope(DefaultRope):
-    factor: Factor
-    original_max_position_embeddings: Count
-    beta_fast: Factor = 32.0
-    beta_slow: Factor = 1.0
-    attention_factor: Factor | None = None
-
-    def build(self) -> Rope:
-        magnitude = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
-        scaling = YarnScaling(
-            factor=self.factor,
-            fast=self.beta_fast,
-            slow=self.beta_slow,
-            original_max_positions=self.original_max_position_embeddings,
-            magnitude=self.attention_factor or magnitude,
-        )
-        return Rope(theta=self.rope_theta, scaling=scaling)
-
-
 class Olmo3(Olmo2):
     """The config.json of an OLMo 3, of which each fourth layer has no window."""
 
@@ -82,7 +59,7 @@ class Olmo3(Olmo2):
 
     def ropes(self) -> tuple[Rope, Rope]:
         theta = self.rope_theta or 5e5
-        return self.ropes_by_type(theta, theta, {**ROPES, "yarn": _YarnRope})
+        return self.ropes_by_type(theta, theta)
 
     def layer_windows(self) -> Windows:
         numbers = range(1, self.num_hidden_layers + 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
@@ -18,8 +19,8 @@ from jaxlora.models.config import (
 )
 from jaxlora.models.hf_config import (
     Count,
+    DefaultRope,
     HfConfig,
-    PartialRopeKeys,
     Share,
     Windows,
     number,
@@ -40,7 +41,16 @@ def _factors(value: Any) -> tuple[float, ...]:
 Factors = Annotated[tuple[float, ...], BeforeValidator(_factors)]
 
 
-class _LongRope(PartialRopeKeys):
+class PartialRotary(DefaultRope):
+    """The keys of rotary positions of some of the features."""
+
+    partial_rotary_factor: Share = 1.0
+
+    def build(self) -> Rope:
+        return PartialRope(theta=self.rope_theta, share=self.partial_rotary_factor)
+
+
+class _LongRope(PartialRotary):
     short_factor: Factors
     long_factor: Factors
     original_max_position_embeddings: Count
@@ -59,7 +69,34 @@ class _LongRope(PartialRopeKeys):
         )
 
 
-_ROPES = {"default": PartialRopeKeys, "longrope": _LongRope}
+_ROPES = {"default": PartialRotary, "longrope": _LongRope}
+
+
+def read_partial_rope(
+    config: HfConfig, own: Mapping[str, Any], kinds: Mapping[str, type[DefaultRope]]
+) -> Rope:
+    """Reads rotary positions of some of the features.
+
+    Args:
+        config: The config.json.
+        own: Keys with values that hold where its rotary positions have none.
+        kinds: The keys of each `rope_type` that the family has.
+    """
+    given = {
+        "rope_theta": config.rope_theta or 10000.0,
+        "partial_rotary_factor": config.partial_rotary_factor or 1.0,
+        **own,
+        **config.rope_scaling,
+        **config.rope_parameters,
+    }
+    rope, head_dim = read_rope(given, kinds), config.features_of_head()
+    rotated = rope.num_rotated(head_dim)
+    if rotated < 2 or rotated % 2:
+        raise ModelError(
+            f"config.json has head_dim={head_dim} and a partial_rotary_factor by which "
+            f"{rotated} features rotate; wanted an even number above 0."
+        )
+    return rope
 
 
 class Phi3Layer(LlamaLayer):
@@ -107,19 +144,13 @@ class Phi3(HfConfig):
 
     def ropes(self) -> tuple[Rope, None]:
         original = self.original_max_position_embeddings
-        given = {
-            "rope_theta": self.rope_theta or 10000.0,
-            "partial_rotary_factor": self.partial_rotary_factor or 1.0,
-            **self.rope_scaling,
-            **self.rope_parameters,
-        }
+        given, own = {**self.rope_scaling, **self.rope_parameters}, {}
         if "longrope" in (given.get("type"), given.get("rope_type")):
             factor = self.max_position_embeddings / original
             own = {"original_max_position_embeddings": original, "factor": factor}
-            given = {**own, **given}
-        rope = read_rope(given, _ROPES)
-        self.check_rotated(rope)
-        scaling, pairs = rope.scaling, rope.num_rotated(self.features_of_head()) // 2
+        rope = read_partial_rope(self, own, _ROPES)
+        scaling = rope.scaling
+        pairs = rope.num_rotated(self.features_of_head()) // 2
         if isinstance(scaling, LongRopeScaling) and len(scaling.factors) != pairs:
             raise ModelError(
                 f"config.json has {len(scaling.factors)} values in short_factor; "

@@ -10,7 +10,7 @@ from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.delta_net import DeltaNet
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.config import DeltaShape, Family, ModelConfig, Rope
+from jaxlora.models.config import Composite, DeltaShape, Family, ModelConfig, Rope
 from jaxlora.models.hf_config import (
     FULL,
     Count,
@@ -18,14 +18,13 @@ from jaxlora.models.hf_config import (
     HeadDim,
     Heads,
     HfConfig,
-    PartialRopeKeys,
     Share,
     Windows,
     count,
     only,
-    read_rope,
 )
 from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.phi import PartialRotary, read_partial_rope
 
 LINEAR = "linear_attention"
 
@@ -69,7 +68,7 @@ class Qwen35Layer(DecoderLayer):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
 
-class _Rope(PartialRopeKeys):
+class _Rope(PartialRotary):
     """Positions of a text agree in all sections, which are of images."""
 
     mrope_section: Any = None
@@ -85,8 +84,6 @@ class Qwen35(HfConfig):
         layer=Qwen35Layer,
         norm_offset=True,
         undivided="in_proj_qkv cannot be cut into equal parts of heads",
-        vision_type="qwen3_5",
-        skipped=("model.visual.", "mtp."),
     )
     MODEL: ClassVar[type[ModelConfig]] = Qwen35Model
     IGNORED: ClassVar[frozenset[str]] = frozenset(
@@ -151,15 +148,27 @@ class Qwen35(HfConfig):
         return tuple(kind == LINEAR for kind in kinds)
 
     def ropes(self) -> tuple[Rope, None]:
-        given = {
-            "rope_theta": self.rope_theta or 10000.0,
-            "partial_rotary_factor": self.partial_rotary_factor or 0.25,
-            **self.rope_scaling,
-            **self.rope_parameters,
-        }
-        rope = read_rope(given, {"default": _Rope})
-        self.check_rotated(rope)
-        return rope, None
+        own = {"partial_rotary_factor": self.partial_rotary_factor or 0.25}
+        return read_partial_rope(self, own, {"default": _Rope}), None
 
     def layer_windows(self) -> Windows:
         return (None,) * self.num_hidden_layers
+
+
+QWEN3_5 = Composite(
+    model_type="qwen3_5",
+    models="text models of Qwen3.5 and Qwen3.6 with vision",
+    texts=("qwen3_5_text",),
+    keys=frozenset(
+        {
+            "image_token_id",
+            "video_token_id",
+            "vision_config",
+            "vision_end_token_id",
+            "vision_start_token_id",
+        }
+    ),
+    prefix="model.language_model.",
+    starts=(("model.language_model.", "model."),),
+    others=("model.visual.", "mtp."),
+)

@@ -1,20 +1,24 @@
 """The table of model families, and how a config.json is read."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.gemma import Gemma2, Gemma3
+from jaxlora.models.glm import Glm4
 from jaxlora.models.granite import Granite
-from jaxlora.models.hf_config import HfConfig
+from jaxlora.models.granite4 import Granite4
+from jaxlora.models.hf_config import HfConfig, refuse_unread
 from jaxlora.models.llama import Llama
+from jaxlora.models.ministral import MISTRAL3, Ministral3
 from jaxlora.models.mistral import Mistral
 from jaxlora.models.olmo import Olmo2, Olmo3
 from jaxlora.models.phi import Phi3
 from jaxlora.models.qwen import Qwen2, Qwen3
-from jaxlora.models.qwen3_5 import Qwen35
+from jaxlora.models.qwen3_5 import QWEN3_5, Qwen35
 from jaxlora.models.qwen_moe import Qwen3Moe
 from jaxlora.models.smollm3 import SmolLM3
 
@@ -33,16 +37,14 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Olmo3,
         Phi3,
         Qwen3Moe,
+        Ministral3,
+        Glm4,
+        Granite4,
         Qwen35,
     )
 }
-# Models with vision, whose text model this library reads, by their model_type.
-_WITH_VISION: Mapping[str, type[HfConfig]] = {
-    kind.FAMILY.vision_type: kind
-    for kind in FAMILIES.values()
-    if kind.FAMILY.vision_type is not None
-}
-_OF_WHOLE_MODEL = ("tie_word_embeddings", "quantization_config")
+# Models of which the text is one part.
+COMPOSITES: Mapping[str, Composite] = {x.model_type: x for x in (MISTRAL3, QWEN3_5)}
 _EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -61,28 +63,33 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         ModelError: The family is unknown, a value is missing or unsupported, or a field
             is set that this library does not read and that may change the mathematics.
     """
-    text = text_settings(config)
-    return _family(text).read(text)
-
-
-def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the contents of a config.json, of a model with vision for its text model.
-
-    Raises:
-        ModelError: It is a model with vision, without settings of a text model.
-    """
     model_type = config.get("model_type")
-    known = _WITH_VISION.get(model_type) if isinstance(model_type, str) else None
-    if known is None:
-        return dict(config)
+    if isinstance(model_type, str) and model_type in COMPOSITES:
+        return _text_of(COMPOSITES[model_type], config)
+    return _family(config).read(config)
+
+
+def _text_of(composite: Composite, config: Mapping[str, Any]) -> ModelConfig:
+    """Reads the text model of a model of several parts."""
+    own = {"model_type", "text_config", "tie_word_embeddings"}
+    refuse_unread(config, composite.keys | own)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(
-            f"config.json has model_type={model_type!r} and text_config={shown(text)}; "
-            "wanted an object with the settings of the text model."
+            f"config.json has model_type={composite.model_type!r} and "
+            f"text_config={shown(text)}; wanted the settings of its text model."
         )
-    whole = {key: config[key] for key in _OF_WHOLE_MODEL if key in config}
-    return {**text, **whole, "model_type": known.FAMILY.model_type}
+    known, text = composite.texts, {"model_type": composite.texts[0], **text}
+    if text["model_type"] not in known:
+        raise ModelError(
+            f"config.json has a text_config with model_type={shown(text['model_type'])}"
+            f"; for {composite.model_type}, wanted one of {', '.join(known)}."
+        )
+    if (is_tied := config.get("tie_word_embeddings")) is not None:
+        text["tie_word_embeddings"] = is_tied
+    model = _family(text).read(text)
+    family = dataclasses.replace(model.family, composite=composite)
+    return dataclasses.replace(model, family=family)
 
 
 def _family(config: Mapping[str, Any]) -> type[HfConfig]:
@@ -104,9 +111,10 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
             "model alone, as a Gemma3ForCausalLM."
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        names = (kind.FAMILY.models for kind in FAMILIES.values())
+        names = [kind.FAMILY.models for kind in FAMILIES.values()]
+        names += [composite.models for composite in COMPOSITES.values()]
         raise ModelError(
             f"config.json has model_type={shown(model_type)}. Supported: "
-            f"{', '.join((*FAMILIES, *_WITH_VISION))} ({', '.join(names)})."
+            f"{', '.join((*FAMILIES, *COMPOSITES))} ({', '.join(names)})."
         )
     return FAMILIES[model_type]

@@ -7,7 +7,7 @@ what a layer makes with its `LayerBuilder`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxlora.models.options import DecoderOptions
 from jaxlora.modules.base_param import BaseParam, WeightLayout
 from jaxlora.modules.slot_shape import SlotShape
 
-_PREFIX = "model."  # of the names of layers in checkpoints
+_PREFIX = "model."  # of the names of layers in checkpoints of a text model alone
 # They change no names.
 _OPTIONS = DecoderOptions(dtype=jnp.dtype(jnp.float32), max_segment_tokens=1)
 
@@ -30,7 +30,7 @@ class TensorSpec:
     """One base weight.
 
     Attributes:
-        hf_name: Name in the checkpoint.
+        hf_name: Name in a checkpoint of a text model alone.
         path: Name in this library.
         shape: Shape of our array; linears are K N.
         transpose: Whether the checkpoint holds the transpose; linears are N K there.
@@ -100,7 +100,10 @@ def linear_names(config: ModelConfig) -> tuple[str, ...]:
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Returns the shape (K, N) of each linear that LoRA may adapt, by module name."""
     return {
-        f"{_PREFIX}layers.{layer}.{name}": (linear.in_features, linear.out_features)
+        f"{config.family.prefix}layers.{layer}.{name}": (
+            linear.in_features,
+            linear.out_features,
+        )
         for layer in range(config.num_layers)
         for name, linear in linears(config, layer).items()
     }
@@ -108,7 +111,12 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def linear_path(module_name: str) -> str:
     """Returns our path of a linear, `layers.0.mlp.up_proj`, from its module name."""
-    return module_name.removeprefix(_PREFIX)
+    return module_name[module_name.index("layers.") :]
+
+
+def module_prefix(module_names: Iterable[str]) -> str:
+    """Returns what comes before `layers.` in the names of a model's linears."""
+    return next(iter(module_names)).partition("layers.")[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

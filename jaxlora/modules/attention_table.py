@@ -1,6 +1,7 @@
 """The table of attention implementations; `packed_attention` runs them by name."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import get_args
 
@@ -22,8 +23,8 @@ class AttentionChoice:
         unsupported: Returns why it cannot run a model in a dtype on the default device,
             as a clause without a full stop; None if it can.
         scratch_bytes: Returns the bytes that the backward pass of one layer takes for
-            itself with a number of tokens, where no compiler for the device is here;
-            None: a compiler for any device is good enough.
+            itself with a number of tokens; None: the compiler reports them, on any
+            device.
         depends_on_mean: Whether its program depends on the mean length of the samples,
             and not only on the longest.
         traced_as: Implementation that keeps the same arrays for the backward pass, and
@@ -50,13 +51,18 @@ def _triton_unsupported(dtype: DTypeLike, model: ModelConfig) -> str | None:
 def _cudnn_scratch_bytes(
     model: ModelConfig, lengths: SegmentLengths, num_tokens: int
 ) -> int:
-    """Scratch as measured on an H200, and arrays of q's width.
+    """Scratch as XLA reports it on an H200, and arrays of q's width.
 
-    Heads had 64 and 128 features, and samples up to 2,048 and 8,192 tokens; see
-    docs/memory.md.
+    It was compared for heads of 64 and 128 features, samples of up to 512, 2,048 and
+    8,192 tokens, and four capacities; see docs/memory.md. cuDNN pads the scores of a
+    sequence to multiples of 128 queries and 64 keys.
     """
+
+    def scores(tokens: int) -> int:
+        return 128 * math.ceil(tokens / 128) * 64 * math.ceil(tokens / 64)
+
     scratch = max(
-        c.segments * c.tokens * (2 * c.tokens + 4 * model.head_dim + 8)
+        c.segments * (2 * scores(c.tokens) + c.tokens * (4 * model.head_dim + 8))
         for c in length_classes(num_tokens, *lengths)
     )
     return model.num_heads * (scratch + 5 * model.head_dim * num_tokens)

@@ -322,7 +322,7 @@ def _run_chunks(
     products = _product("nchk,ndhk->ncdh", k, k)[..., None] * between
     below = (order[:, None] > order)[:, :, None, None]
     system = jnp.where(below, products * beta[:, :, None], 0)
-    xs = _Chunk(
+    chunked = _Chunk(
         q=q,
         k=k,
         v=v,
@@ -332,9 +332,8 @@ def _run_chunks(
         from_start=decay(segments == entered[:, None], total),
         to_end=decay(segments == last[:, None], end[:, None] - total),
         through=decay(last == entered, end),
-        continues=segments[:, 0] == entered,
     )
-    state, out = jax.lax.scan(jax.checkpoint(_run_chunk), state, xs)
+    out, state = _pass_on(state, chunked, segments[:, 0] == entered)
     out = out.reshape(-1, *given.v.shape[1:])[:num_rows]
     return out.astype(dtype), state
 
@@ -349,7 +348,6 @@ class _Chunk(NamedTuple):
         from_start: Decay from S before the chunk to a row; 0 in later samples.
         to_end: Decay from a row to S after the chunk; 0 in earlier samples.
         through: Decay of S from the start to the end; 0 if a sample begins between.
-        continues: Whether the first row is of the sample of the row before.
     """
 
     q: Float[Array, "*N C HK K"]
@@ -361,14 +359,80 @@ class _Chunk(NamedTuple):
     from_start: Float[Array, "*N C HK R"]
     to_end: Float[Array, "*N C HK R"]
     through: Float[Array, "*N HK R"]
-    continues: Bool[Array, "*N"]
+
+    def chunk(self, number: Int[Array, ""]) -> "_Chunk":
+        """Returns one of a stack of chunks."""
+        return jax.tree.map(lambda x: x[number], self)
+
+
+@jax.custom_vjp
+def _pass_on(
+    state: Float[Array, "HK R K E"], chunks: _Chunk, continues: Bool[Array, " N"]
+) -> tuple[Float[Array, "N C HK R E"], Float[Array, "HK R K E"]]:
+    """Runs the chunks one after the other; returns their output, and S after them.
+
+    Its backward pass computes S before each chunk again. It is no `jax.lax.scan`,
+    because that begins with zeros for its results: XLA makes those of all layers at
+    the start of a program, where they take as much memory as what layers keep. Here
+    loops begin with data that they overwrite.
+
+    Args:
+        state: S before the first chunk.
+        chunks: The chunks.
+        continues: Whether the first row of each is of the sample of the row before.
+    """
+
+    def run(number, carry):
+        out, state = carry
+        new, state = _run_chunk(state, chunks.chunk(number), continues[number])
+        return out.at[number].set(new), state
+
+    return jax.lax.fori_loop(0, len(continues), run, (chunks.v, state))
+
+
+def _pass_on_forward(state, chunks, continues):
+    return _pass_on(state, chunks, continues), (state, chunks, continues)
+
+
+def _pass_on_backward(residuals, gradients):
+    state, chunks, continues = residuals
+    dout, dstate = gradients
+    num = len(continues)
+
+    def run(number, carry):
+        before, state = carry
+        _, state = _run_chunk(state, chunks.chunk(number), continues[number])
+        return before.at[number + 1].set(state, mode="drop"), state
+
+    room = chunks.through[..., None, None]
+    before = jnp.broadcast_to(room, (num, *state.shape)).at[0].set(state)
+    before, _ = jax.lax.fori_loop(0, num, run, (before, state))
+
+    def run_back(count, carry):
+        dchunks, dstate = carry
+        number = num - 1 - count
+
+        def chunk(state, chunk):
+            return _run_chunk(state, chunk, continues[number])
+
+        _, pull = jax.vjp(chunk, before[number], chunks.chunk(number))
+        dstate, dchunk = pull((dout[number], dstate))
+        dchunks = jax.tree.map(lambda x, y: x.at[number].set(y), dchunks, dchunk)
+        return dchunks, dstate
+
+    dchunks, dstate = jax.lax.fori_loop(0, num, run_back, (chunks, dstate))
+    return dstate, dchunks, None
+
+
+_pass_on.defvjp(_pass_on_forward, _pass_on_backward)
 
 
 def _run_chunk(
-    state: Float[Array, "HK R K E"], chunk: _Chunk
-) -> tuple[Float[Array, "HK R K E"], Float[Array, "C HK R E"]]:
+    state: Float[Array, "HK R K E"], chunk: _Chunk, continues: Bool[Array, ""]
+) -> tuple[Float[Array, "C HK R E"], Float[Array, "HK R K E"]]:
+    """Returns the output of a chunk, and S after it."""
     # No product with zero: S of another job may be NaN.
-    state = jnp.where(chunk.continues, state, 0)
+    state = jnp.where(continues, state, 0)
     start = chunk.from_start[..., None]
     known = start * _product("chk,hrke->chre", chunk.k, state)
     error = chunk.beta[..., None] * (chunk.v - known)
@@ -377,7 +441,7 @@ def _run_chunk(
     out += _product("cdhr,dhre->chre", chunk.scores, new)
     state = chunk.through[..., None, None] * state
     state += _product("chk,chre->hrke", chunk.k, chunk.to_end[..., None] * new)
-    return state, out
+    return out, state
 
 
 def _inverse(below: Float[Array, "N C C HK R"]) -> Float[Array, "N HK R C C"]:

@@ -8,10 +8,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import (
+    GrowingRope,
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
     Rope,
+    UnroundedYarnScaling,
     YarnScaling,
 )
 
@@ -58,13 +60,30 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: YarnScaling) -> np.nda
     def pair(turns: float) -> float:
         return num * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = max(math.floor(pair(scaling.fast)), 0)
-    high = min(math.ceil(pair(scaling.slow)), 2 * num - 1)
+    low, high = pair(scaling.fast), pair(scaling.slow)
+    if not isinstance(scaling, UnroundedYarnScaling):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num - 1)
     width = high - low or 0.001
     pairs = np.arange(num, dtype=np.float32)
     share = np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1)
     stretched = frequencies / np.float32(scaling.factor)
     return (stretched * share + frequencies * (1 - share)).astype(np.float32)
+
+
+def query_table(
+    table: RopeTable, positions: Int[Array, " T"], rope: GrowingRope
+) -> RopeTable:
+    """Returns the table of queries that grow with their positions.
+
+    Args:
+        table: The table of the keys.
+        positions: Position of each row in its own sequence.
+        rope: The rotary positions.
+    """
+    turns = jnp.floor(positions.astype(jnp.float32) / rope.period)
+    factors = (1 + rope.growth * jnp.log1p(turns))[:, None]
+    return table[0] * factors, table[1] * factors
 
 
 def rope_table(positions: Int[Array, " T"], rope: Rope, head_dim: int) -> RopeTable:
@@ -74,6 +93,20 @@ def rope_table(positions: Int[Array, " T"], rope: Rope, head_dim: int) -> RopeTa
     if isinstance(rope.scaling, LongRopeScaling | YarnScaling):
         return rope.scaling.magnitude * cos, rope.scaling.magnitude * sin
     return cos, sin
+
+
+def as_halves(x: Float[Array, "T H E"], pairs: int) -> Float[Array, "T H E"]:
+    """Moves neighbours apart, the features 2 i to i and 2 i + 1 to i + P.
+
+    `apply_rope` then rotates them together.
+
+    Args:
+        x: Queries or keys.
+        pairs: P, the number of pairs that rotate, the first ones.
+    """
+    rotated, others = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    halves = rotated.reshape(*x.shape[:-1], pairs, 2).swapaxes(-1, -2)
+    return jnp.concatenate([halves.reshape(rotated.shape), others], axis=-1)
 
 
 @jax.custom_vjp

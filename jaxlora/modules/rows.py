@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.config import DeltaShape, ModelConfig, Rope
+from jaxlora.models.config import DeltaShape, GrowingRope, ModelConfig, Rope
 from jaxlora.modules.attention import AttentionImplementation, packed_attention
 from jaxlora.modules.cached_attention import LayerCache, cached_attention
 from jaxlora.modules.gated_delta import (
@@ -23,7 +23,7 @@ from jaxlora.modules.gated_delta import (
     packed_gated_delta,
 )
 from jaxlora.modules.length_classes import SegmentLengths
-from jaxlora.modules.rope import RopeTable, rope_table
+from jaxlora.modules.rope import RopeTable, query_table, rope_table
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.scoring import Scoring
 from jaxlora.modules.triton_gated_delta import delta_implementation
@@ -37,10 +37,12 @@ class LayerRopes(typing.NamedTuple):
     Attributes:
         rope: Rotary table of the rows' positions.
         local_rope: Rotary table of layers with a window; None: they use `rope`.
+        query_rope: Rotary table of queries; None: it is that of keys.
     """
 
     rope: RopeTable
     local_rope: RopeTable | None
+    query_rope: RopeTable | None = None
 
 
 def layer_ropes(config: ModelConfig, positions: Int[Array, " T"]) -> LayerRopes:
@@ -55,7 +57,10 @@ def layer_ropes(config: ModelConfig, positions: Int[Array, " T"]) -> LayerRopes:
         return rope_table(positions, rope, config.head_dim)
 
     local = None if config.local_rope is None else table(config.local_rope)
-    return LayerRopes(table(config.rope), local)
+    rope, queries = table(config.rope), None
+    if isinstance(config.rope, GrowingRope):
+        queries = query_table(rope, positions, config.rope)
+    return LayerRopes(rope, local, queries)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

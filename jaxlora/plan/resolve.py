@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.config.sweep_config import Sweep
@@ -20,7 +21,6 @@ from jaxlora.plan.mesh.machine import Machine
 from jaxlora.plan.mesh.predict import padding_share
 from jaxlora.plan.run_plan import RunPlan, Shapes
 from jaxlora.plan.stages import check_division
-from jaxlora.programs.program import no_garbage_collection
 from jaxlora.sharding.mesh_sizes import MeshSizes
 
 _LEAST_SHARE = 0.01  # of padding; 0 is not a setting

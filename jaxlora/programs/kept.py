@@ -10,7 +10,7 @@ import logging
 import os
 import pathlib
 import pickle
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.experimental import serialize_executable
@@ -31,6 +31,82 @@ class DamagedEntryError(Exception):
     """An entry cannot be used; the text says why."""
 
 
+@runtime_checkable
+class HasMemory(Protocol):
+    """A program that says how much memory it needs, such as `jax.stages.Compiled`."""
+
+    def memory_analysis(self) -> Any:
+        """Returns sizes as in `ProgramMemory`; None: the compiler reports none."""
+        ...
+
+
+class ProgramMemory(NamedTuple):
+    """Memory of a program, by the names of `jax.stages.Compiled.memory_analysis`."""
+
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+    @staticmethod
+    def of(program: HasMemory) -> "ProgramMemory | None":
+        """Returns what the compiler reports; None if it reports nothing."""
+        found = program.memory_analysis()
+        if found is None:
+            return None
+        return ProgramMemory(*(getattr(found, name) for name in ProgramMemory._fields))
+
+
+class SavedProgram(NamedTuple):
+    """A program that another process can load, and what is known of it before that.
+
+    Attributes:
+        executable: What `serialize_executable` makes of it.
+        out_tree: The structure of its results.
+        out_shapes: Their shapes.
+        devices: Numbers of its devices.
+        memory: Its memory, which XLA would take half a second to work out for a deep
+            model's step; None: the compiler reports none.
+    """
+
+    executable: bytes
+    out_tree: Any
+    out_shapes: list[jax.ShapeDtypeStruct]
+    devices: list[int]
+    memory: ProgramMemory | None
+
+    @staticmethod
+    def read(entry: bytes) -> "SavedProgram":
+        """Reads what `serialize` returned. It must come from this user.
+
+        Raises:
+            Exception: The bytes are something else.
+        """
+        found = pickle.loads(entry)
+        if not isinstance(found, SavedProgram):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        return found
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes of the results, as `jax.stages.Compiled.out_info`."""
+        return jax.tree.unflatten(self.out_tree, self.out_shapes)
+
+    def load(self, args: tuple[Any, ...]) -> jax.stages.Compiled:
+        """Loads the program on its devices.
+
+        Args:
+            args: Arguments that it was compiled for, or their shapes.
+        """
+        by_id = {device.id: device for device in jax.devices()}
+        return serialize_executable.deserialize_and_load(
+            self.executable,
+            jax.tree.structure((args, {})),
+            self.out_tree,
+            execution_devices=[by_id[number] for number in self.devices],
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPrograms:
     """The folder.
@@ -46,6 +122,13 @@ class KeptPrograms:
     def path(self, key: str) -> pathlib.Path:
         """Returns the path of an entry."""
         return self.folder / f"{key}{_SUFFIX}"
+
+    def has(self, key: str) -> bool:
+        """Whether there is such an entry, which may be damaged.
+
+        In a folder that cannot be searched, there is none.
+        """
+        return os.path.exists(self.path(key))  # `Path.exists` would raise an error
 
     def read(self, key: str) -> bytes | None:
         """Returns what was written under a key; None if there is no such entry.
@@ -93,24 +176,13 @@ def serialize(compiled: jax.stages.Compiled, what: str) -> bytes | None:
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
         devices = [device.id for device in unloaded.device_list]
-        return pickle.dumps((executable, out_tree, devices))
+        out_shapes = [
+            jax.ShapeDtypeStruct(info.shape, info.dtype)
+            for info in jax.tree.leaves(compiled.out_info)
+        ]
+        memory = ProgramMemory.of(compiled)
+        saved = SavedProgram(executable, out_tree, out_shapes, devices, memory)
+        return pickle.dumps(saved)
     except Exception as error:  # a back end or a structure that has no such form
         logger.info("%s is not kept: %s", what, error)
         return None
-
-
-def deserialize(entry: bytes, args: tuple[Any, ...]) -> jax.stages.Compiled:
-    """Loads a program on its devices.
-
-    Args:
-        entry: What `serialize` returned. It must come from this user.
-        args: Arguments that the program was compiled for, or their shapes.
-    """
-    executable, out_tree, devices = pickle.loads(entry)
-    by_id = {device.id: device for device in jax.devices()}
-    return serialize_executable.deserialize_and_load(
-        executable,
-        jax.tree.structure((args, {})),
-        out_tree,
-        execution_devices=[by_id[number] for number in devices],
-    )

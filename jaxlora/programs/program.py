@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import json
 import logging
 import math
@@ -19,12 +18,20 @@ from jax._src import config as jax_config
 from jaxlora.common import console
 from jaxlora.common.background import in_background
 from jaxlora.common.counted import counted
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.distributed import processes
-from jaxlora.pallas_kernels import compile_program, lower_program, prepare_to_load
+from jaxlora.pallas_kernels import (
+    compile_program,
+    lowers_elsewhere,
+    prepare_to_load,
+    start_workers,
+    trace_program,
+)
 from jaxlora.programs.kept import (
     DamagedEntryError,
     KeptPrograms,
-    deserialize,
+    ProgramMemory,
+    SavedProgram,
     serialize,
 )
 from jaxlora.programs.key import program_key, source_stamp
@@ -73,8 +80,7 @@ def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
         identity: The name and all arguments of the function, for the key.
         compute: Computes the value, which JSON can hold.
     """
-    kept = _kept()
-    if kept is None:
+    if (kept := _kept()) is None:
         return compute()
     key = program_key(("value", identity), ())
     try:
@@ -82,6 +88,7 @@ def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
             return json.loads(entry)
     except (DamagedEntryError, ValueError) as error:
         _reject(kept.path(key), what, "computed instead", str(error))
+    start_workers()  # the programs of this run are probably new, too
     value = compute()
     kept.write(key, json.dumps(value).encode())
     return value
@@ -136,7 +143,7 @@ class Program:
     ) -> "Prepared":
         """Starts to load or to compile the program for arguments of these shapes.
 
-        Tracing is done when this returns; XLA goes on in a thread.
+        Tracing is done when this returns; a thread lowers and compiles.
 
         Args:
             *args: Arguments, or their shapes.
@@ -192,19 +199,17 @@ class Prepared:
         self.is_announced = self.is_finished = False
         self.began = time.perf_counter()
         self._jitted, self._args = jitted, shapes_of(args)
-        self._lowered: jax.stages.Lowered | None = None
+        self._traced: jax.stages.Traced | None = None
         self._compiled: jax.stages.Compiled | None = None
+        self._saved: Future[SavedProgram | None] = Future()  # of a loaded program
         self._kept = _kept()
         self._key = program_key(identity, args) if self._kept is not None else ""
-        entry = self._read()
         # All processes of a run load a program, or all compile it.
-        if processes.any_of(entry is None):
+        if processes.any_of(not self._is_there()):
             self._future = self._start_compiling()
         else:
-            assert entry is not None
             self.is_loaded = True
-            prepare_to_load()
-            self._future = in_background(functools.partial(self._load, entry))
+            self._future = in_background(self._load)
         if processes.count() > 1:  # in the same order on all of them
             self.compiled()
 
@@ -217,7 +222,7 @@ class Prepared:
                 self.is_loaded = False
                 self._future = self._start_compiling()
                 found = self._future.result()
-            self._compiled, self._lowered = found, None
+            self._compiled, self._traced = found, None
         return self._compiled
 
     @property
@@ -233,46 +238,72 @@ class Prepared:
     @property
     def out_info(self) -> Any:
         """Shapes of the results, before the program is compiled if it is not loaded."""
-        if self._lowered is not None:
-            return self._lowered.out_info
+        if self._traced is not None:
+            return self._traced.out_info
+        if self.is_loaded and (saved := self._saved.result()) is not None:
+            return saved.out_info
         return self.compiled().out_info
 
-    def _read(self) -> bytes | None:
+    def memory_analysis(self) -> ProgramMemory | None:
+        """Waits for the program, and returns its memory; None: it is not reported."""
+        compiled = self.compiled()
+        if self.is_loaded and (saved := self._saved.result()) is not None:
+            return saved.memory
+        return ProgramMemory.of(compiled)
+
+    def _is_there(self) -> bool:
+        """Whether an earlier program is kept, or this process has just kept it."""
         if self._kept is None:
-            return None
+            return False
         if (writer := _Kept.writers.get(self._key)) is not None:
             writer.join()
+        return self._kept.has(self._key)
+
+    def _load(self) -> jax.stages.Compiled | None:
+        """Reads the entry, checks it and loads it; None if it cannot be used."""
+        assert self._kept is not None
+        began = time.perf_counter()
         try:
-            return self._kept.read(self._key)
+            if (entry := self._kept.read(self._key)) is None:
+                return None  # another process has removed it
+            saved = SavedProgram.read(entry)
+            self._saved.set_result(saved._replace(executable=b""))
+            prepare_to_load()
+            compiled = saved.load(self._args)
         except DamagedEntryError as error:
             self._reject(str(error))
             return None
+        except Exception as error:  # whatever a pickle of another kind may raise
+            self._reject(f"{type(error).__name__}: {error}"[:200])
+            return None
+        finally:
+            if not self._saved.done():
+                self._saved.set_result(None)
+        self.seconds += time.perf_counter() - began
+        return compiled
 
     def _reject(self, why: str) -> None:
         assert self._kept is not None
         _reject(self._kept.path(self._key), self.what, "compiled instead", why)
-
-    def _load(self, entry: bytes) -> jax.stages.Compiled | None:
-        began = time.perf_counter()
-        try:
-            compiled = deserialize(entry, self._args)
-        except Exception as error:  # whatever a pickle of another kind may raise
-            self._reject(f"{type(error).__name__}: {error}"[:200])
-            return None
-        self.seconds += time.perf_counter() - began
-        return compiled
 
     def _start_compiling(self) -> Future:
         began = time.perf_counter()
         with no_garbage_collection():
             if self._before_tracing is not None:
                 self._before_tracing()
-            lowered = self._lowered = lower_program(self._jitted, *self._args)
+            traced = self._traced = trace_program(self._jitted, *self._args)
+            lowered = None if _lowers_in_thread() else traced.lower()
         self.seconds += time.perf_counter() - began
-        return in_background(lambda: self._compile(lowered))
+        return in_background(lambda: self._compile(traced, lowered))
 
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _compile(
+        self, traced: jax.stages.Traced, lowered: jax.stages.Lowered | None
+    ) -> jax.stages.Compiled:
+        """Compiles the program; lowers it before, unless that was done."""
         began = time.perf_counter()
+        if lowered is None:
+            with no_garbage_collection():
+                lowered = traced.lower()
         with _beside_xlas_cache() if self._kept else contextlib.nullcontext():
             compiled = compile_program(lowered)
         self.seconds += time.perf_counter() - began
@@ -289,6 +320,20 @@ class Prepared:
         entry = serialize(compiled, self.what)
         if entry is not None:
             self._kept.write(self._key, entry)
+
+
+def _lowers_in_thread() -> bool:
+    """Whether another thread lowers a program as this one would.
+
+    A setting of JAX that a context manager has changed, such as `jax.enable_x64`, holds
+    in this thread only.
+    """
+    return lowers_elsewhere() and in_background(_settings).result() == _settings()
+
+
+def _settings() -> tuple[Any, ...]:
+    """Returns the settings of JAX in this thread that lowering depends on."""
+    return *jax_config.trace_context(), jax.config.jax_default_device
 
 
 def announce(prepared: Sequence[Prepared]) -> None:
@@ -354,22 +399,6 @@ def finish(prepared: Sequence[Prepared]) -> None:
                 waited,
                 each,
             )
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Pauses Python's collector of reference cycles.
-
-    Tracing and lowering make millions of long-lived objects. The collector would scan
-    them repeatedly, which would take half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -1,17 +1,47 @@
 """Writes a TensorBoard file."""
 
+import contextlib
+import importlib.abc
 import os
 import pathlib
 import socket
+import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tensorboardX.proto import event_pb2, summary_pb2
-from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import hparams, text
+from jaxlora.common.atomic import wrap_os_errors
 
-from jaxlora.common.atomic import make_folder, wrap_os_errors
+
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Makes imports of a package fail, unless it has been imported before.
+
+    Other threads can import it meanwhile: a run imports this module beside its start.
+    """
+    here = threading.get_ident()
+
+    class Hidden(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+            if name == package and threading.get_ident() == here:
+                raise ModuleNotFoundError(f"{name} is not needed here", name=name)
+
+    # Other threads may go through the lists, so none is changed.
+    hidden = Hidden()
+    sys.meta_path = [hidden, *sys.meta_path]
+    try:
+        yield
+    finally:
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not hidden]
+
+
+# tensorboardX imports torch if that is installed, which takes seconds of each start. It
+# needs torch for nothing but tensors of torch.
+with _without("torch"):
+    from tensorboardX.proto import event_pb2, summary_pb2
+    from tensorboardX.record_writer import RecordWriter
+    from tensorboardX.summary import hparams, text
 
 _proto: Any = event_pb2  # its classes are made when it is imported
 _summaries: Any = summary_pb2
@@ -44,7 +74,8 @@ class Board:
         name = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / f"events.out.tfevents.{name}.{time.time_ns()}"
         with wrap_os_errors(self._path):
-            make_folder(folder)
+            # The folder is not synced to the disk, as its file is not, either.
+            folder.mkdir(parents=True, exist_ok=True)
             self._writer = RecordWriter(str(self._path))
         self._flushed = time.monotonic()
         try:

@@ -35,6 +35,8 @@ class JobState:
             each step, and of `eval` if there are any; of `train_recombined` and
             `eval_recombined`, if it has baselines. None: they have not been computed.
         runs_reference: Whether the reference runs in each step; see `PreparedJob`.
+        is_drawn_alone: Whether `start` runs no program on the devices, so that any
+            thread may take it.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class JobState:
         prepared: PreparedJob,
         like: Adapter,
         draw: Callable[[], Adapter] | None = None,
+        *,
+        is_drawn_alone: bool = True,
     ):
         """Makes the state of a job that has done nothing.
 
@@ -49,8 +53,10 @@ class JobState:
             prepared: The job.
             like: The adapter that it starts from, or one of the same shapes.
             draw: Makes the adapter that it starts from; None: this is `like`.
+            is_drawn_alone: Whether `draw` runs no program on the devices.
         """
         self.prepared, self.like, self._draw = prepared, like, draw
+        self.is_drawn_alone = is_drawn_alone
         self.progress = JobProgress()
         self.parked: ParkedSlot | None = None
         self.references: Mapping[str, np.ndarray] | None = None

@@ -96,6 +96,8 @@ def train_run(
         run.send_written(waits=True)
         stops = stops and not all(job.progress.is_over for job in run.jobs)
         run.send(events.RunEndEvent(round=run.round, is_interrupted=stops))
+        if processes.is_first():
+            logger.info("seconds since the start of the run: %s", run.watch)
         run.listeners.raise_failure()
         return stops
 
@@ -145,9 +147,8 @@ class Loop:
                     if self._take_requests(waits=True) or more or self._wait():
                         continue
                     break
-                if run.plan.config.checkpoint_every:
-                    store.prepare(run.slots)
-                self._train_microbatches()
+                with run.watch.on("training"):
+                    self._train_microbatches()
                 self._take_requests()
             if store.latest != run.round:
                 self._save(self._snapshot())
@@ -248,9 +249,8 @@ class Loop:
                 self._ticks.stop()
             if ends_window or self._inbox.is_due():
                 self._take_requests()
-        every, latest = run.plan.config.checkpoint_every, run.store.latest or 0
-        is_due = bool(every) and run.round // every > latest // every
-        is_due |= ends_round and run.control.wants_checkpoint()
+        is_due = ends_round and run.control.wants_checkpoint()
+        is_due |= self._checkpoint_is_due
         if snapshot is None and ends_round and is_due:
             snapshot = self._snapshot()
         if snapshot is not None:
@@ -262,6 +262,9 @@ class Loop:
         run = self._run
         run.round += 1
         self._has_stepped = run.has_events = False
+        # A checkpoint that is due now gets its memory itself.
+        reserves = run.plan.config.checkpoint_every and not self._checkpoint_is_due
+        run.store.prepare(run.slots if reserves else None)
         self._due = self._in_round()
         self._window.num_rounds += 1
         is_last = run.round % run.plan.config.window_steps == 0
@@ -279,20 +282,28 @@ class Loop:
 
     # ---- checkpoints ---------------------------------------------------------------
 
+    @property
+    def _checkpoint_is_due(self) -> bool:
+        """Whether the rounds since the last checkpoint ask for another one."""
+        every, latest = self._run.plan.config.checkpoint_every, self._run.store.latest
+        return bool(every) and self._run.round // every > (latest or 0) // every
+
     def _snapshot(self) -> ReadSlot | None:
         """Copies the states of all slots, each after the steps reported so far.
 
         Returns:
             The states; None if a later border has them.
         """
-        found = self._executor.snapshot()
+        with self._run.watch.on("checkpoints"):
+            found = self._executor.snapshot()
         self._life.may_start = found is not None
         return found
 
     def _save(self, read_slot: ReadSlot | None) -> None:
         assert read_slot is not None, "steps are in flight"
         here = [job.slot for job in self._stepped if job.has_slot]
-        self._run.save(self._ticks.saved(self._life.describe(), here), read_slot)
+        with self._run.watch.on("checkpoints"):
+            self._run.save(self._ticks.saved(self._life.describe(), here), read_slot)
 
     # ---- requests, signals and suggestions -----------------------------------------
 
@@ -305,7 +316,8 @@ class Loop:
         if run.control.wants_checkpoint() and run.store.latest != run.round:
             self._save(self._snapshot())
         run.send_written(waits=True)
-        return run.control.wait(self._must_end)
+        with run.watch.on("waiting for other groups"):
+            return run.control.wait(self._must_end)
 
     def _must_end(self) -> bool:
         """Whether a signal or a failed callback, on any process, ends the run."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from jaxlora.adapters.fresh import (
     blank_outside,
     fresh_adapter,
     fresh_outside,
+    is_drawn_alone,
 )
 from jaxlora.common.background import in_background
 from jaxlora.common.note import log_notes
@@ -95,8 +97,10 @@ def open_run(
     limits, evaluates = plan.config.limits, any(map(is_evaluated, read_jobs))
     with base.first_to_fail():
         RunPrograms.start(layout, limits, evaluates=evaluates)
-        if model is None:
-            _import_ahead(plan.config)
+    if "tensorboard" in plan.config.report_to:
+        # The first evaluation would wait for it. Errors are raised where it is used.
+        name = "jaxlora.trackers.tensorboard"
+        in_background(functools.partial(importlib.import_module, name))
     model = _as_planned(plan, base.result())
     jobs = [start_job(job, model) for job in read_jobs]
     agreement.check_inputs(model.fingerprint, read_jobs)
@@ -173,7 +177,12 @@ def start_job(prepared: PreparedJob, model: FrozenModel) -> JobState:
 
     blank = blank_adapter(*given, kernels())
     outside = blank_outside(tokens, model.config)
-    return JobState(prepared, dataclasses.replace(blank, outside=outside), draw)
+    return JobState(
+        prepared,
+        dataclasses.replace(blank, outside=outside),
+        draw,
+        is_drawn_alone=is_drawn_alone(prepared.settings) and not tokens,
+    )
 
 
 def _as_begun(config: RunConfig, *, replan: bool) -> BegunRun:
@@ -203,22 +212,6 @@ def _text_makers(
     if sweep is not None and not sweep.metric.is_loss:
         meter = AnswerMeter(sweep.metric, model, tokenizer, decoder)
     return sampler, meter
-
-
-def _import_ahead(config: RunConfig) -> None:
-    """Imports what training needs, while the base is read by other threads.
-
-    The library that writes checkpoints takes half a second, for which the first steps
-    would wait. An error is raised where the module is used.
-    """
-    names = []
-    if "tensorboard" in config.report_to:
-        names.append("jaxlora.trackers.tensorboard")
-    if config.checkpoint_every:
-        names.append("jaxlora.train.saved.checkpoint")
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
 
 
 class _Loading:

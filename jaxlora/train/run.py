@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
 import time
@@ -33,6 +34,7 @@ from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.texts import AnswerMeter, Sampler
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
+from jaxlora.train.report.stopwatch import Stopwatch
 from jaxlora.train.report.summary import (
     NOT_KNOWN,
     Comparison,
@@ -81,6 +83,7 @@ class Run:
         has_events: Whether jobs have had events in the round that follows.
         listeners: Callbacks that the events are sent to.
         training_time: Time of the windows so far, predicted and measured.
+        watch: Divides the time among what is done.
         lock: Lock of the run's folder; only `locked` sets it.
         store: The files; only `begin` sets it.
     """
@@ -103,6 +106,7 @@ class Run:
     has_events: bool = False
     listeners: Listeners = dataclasses.field(init=False)
     training_time: TrainingTime = dataclasses.field(init=False)
+    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     lock: RunLock = dataclasses.field(init=False)
     store: RunStore = dataclasses.field(init=False)
     _has_begun: bool = False
@@ -216,6 +220,7 @@ class Run:
                 job.progress, job.parked = JobProgress(), None
         self._has_begun = True
         self.listeners, self.training_time = Listeners([]), TrainingTime()
+        self.watch = Stopwatch()
         self.has_events, self._referenced = False, set()
         self.live.take()
         self._resolved = resolved_config(self.plan)
@@ -226,7 +231,8 @@ class Run:
         with contextlib.ExitStack() as opened:
             opened.callback(self.store.close)
             checkpoint = self._restore()
-            self._fit()
+            with self.watch.on("waiting for programs"):
+                self._fit()
             opened.pop_all()
         self.round = 0 if checkpoint is None else checkpoint.number
         return None if checkpoint is None else checkpoint.run.stream
@@ -309,7 +315,9 @@ class Run:
 
     def send_written(self, *, waits: bool = False) -> None:
         """Sends events for the checkpoints and adapters that are on the disk."""
-        for event in self.store.written(waits=waits):
+        with self.watch.on("waiting for files"):
+            written = self.store.written(waits=waits)
+        for event in written:
             self.send(event)
 
     def take_added(self) -> None:
@@ -375,10 +383,10 @@ class Run:
     def export(self, job: JobState) -> None:
         """Writes a job's adapter while the run goes on."""
         if job.parked is not None:
-            adapter = job.parked.adapter(job.like)
+            read = functools.partial(job.parked.adapter, job.like)
         else:
-            adapter = self.slots.read(job.slot, job.like)
-        self.store.export(self.round, job, adapter)
+            read = self.slots.begin_reading(job.slot, job.like).result
+        self.store.export(self.round, job, read)
 
     def result(self, *, interrupted: bool) -> RunResult:
         """Returns the result of the call of `Trainer.train` that ends."""

@@ -1,9 +1,10 @@
 """Lowers and compiles the Mosaic kernels of a program, several at a time.
 
 Mosaic lowers a kernel in Python, which takes half a second per kernel and holds the
-interpreter's lock. So `lower_program` lets other processes lower a program's kernels,
-while this one traces and lowers the rest. XLA compiles the kernels of a program one
-after the other, so `compile_program` compiles them beforehand, in threads.
+interpreter's lock. So `trace_program` lets other processes lower a program's kernels,
+while this one traces the next program, and lowers the rest in a thread. XLA compiles
+the kernels of a program one after the other, so `compile_program` compiles them
+beforehand, in threads.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from jaxlora.pallas_kernels import device
+from jaxlora.pallas_kernels.mosaic import hopper
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,8 @@ def _start(kernel: _Kernel) -> Future:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mosaic-compile")
+    name = "jaxlora-pool-mosaic"  # see jaxlora.common.background
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=name)
 
 
 def prepare_to_load() -> None:
@@ -156,7 +159,7 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     words, again and again: a third of the time to compile a deep model. Mosaic's
     runtime keeps compiled kernels for the whole process, by a hash of their code which
     is an attribute of the call. So this function compiles each kernel as a program of
-    its own in a thread of its own, unless `lower_program` has done so, and then takes
+    its own in a thread of its own, unless `trace_program` has done so, and then takes
     its code out of the calls.
 
     A kernel that does not compile on its own, such as one for a device that is not
@@ -238,8 +241,8 @@ class Lowerable(Protocol):
         ...
 
 
-def lower_program(jitted: Any, *args: Any) -> jax.stages.Lowered:
-    """Calls `jitted.lower(*args)`; other processes lower its Mosaic kernels meanwhile.
+def trace_program(jitted: Any, *args: Any) -> jax.stages.Traced:
+    """Calls `jitted.trace(*args)`; other processes begin to lower its Mosaic kernels.
 
     Each kernel is compiled in a thread of its own as soon as it is lowered.
 
@@ -248,13 +251,33 @@ def lower_program(jitted: Any, *args: Any) -> jax.stages.Lowered:
         *args: Its arguments, or their shapes.
     """
     if device.platform() != "gpu" or device.not_nvidia() is not None:
-        return jitted.lower(*args)
+        return jitted.trace(*args)
     compile_when_lowered()
-    token = _USED.set(_num_workers() > 0)
+    token = _USED.set(lowers_elsewhere())
     try:
-        return jitted.lower(*args)
+        return jitted.trace(*args)
     finally:
         _USED.reset(token)
+
+
+def lowers_elsewhere() -> bool:
+    """Whether other processes lower the Mosaic kernels of a program that is traced.
+
+    Programs can then be lowered in threads. In this process, Mosaic would number the
+    kernels in an order that changes from run to run.
+    """
+    return _num_workers() > 0
+
+
+def start_workers() -> None:
+    """Starts the processes that lower kernels, where there are kernels and processes.
+
+    They take some seconds to start. The first kernel starts them, too.
+    """
+    is_here = device.planned_device() is None and hopper.unsupported_device() is None
+    if is_here and lowers_elsewhere():
+        with _lock:
+            _start_all()
 
 
 def runnable(kernel: Lowerable, interpret: Any) -> Callable[..., list[jax.Array]]:
@@ -348,18 +371,23 @@ def _num_workers() -> int:
 
 
 def _send(request: bytes, answer: Future) -> None:
-    """Gives a kernel to the next worker in turn; the first call starts all of them.
+    """Gives a kernel to the next worker in turn.
 
     Mosaic numbers the kernels of a process, and the number is a part of the code. So
     the order decides who lowers a kernel, and not who is free first: with other codes,
     JAX's persistent cache would not find the program again.
     """
+    _start_all()
+    _queues[next(_turns) % len(_queues)].put((request, answer))
+
+
+def _start_all() -> None:
+    """Starts the workers, unless that was done before."""
     if not _queues:
         for _ in range(_num_workers()):
             _queues.append(queue.SimpleQueue())
             run = _Worker(_queues[-1]).run
             threading.Thread(target=run, name="mosaic-lower", daemon=True).start()
-    _queues[next(_turns) % len(_queues)].put((request, answer))
 
 
 class _Worker:

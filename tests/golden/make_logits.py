@@ -53,6 +53,36 @@ LLAMA3 = {
     # Wavelengths of 6, 35, 199 and 1117 tokens are kept, blended, stretched, stretched.
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 64,
+}
+EXACT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 2.0,
+    "mscale_all_dim": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 48,
+}
+GROWING_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+    # Queries grow at the 32nd and at the 64th token.
+    "original_max_position_embeddings": 32,
+}
 V4 = {"torch_dtype": "float32", "transformers_version": "4.46.0"}
 V5 = {"dtype": "float32", "transformers_version": "5.0.0"}
 
@@ -441,6 +471,149 @@ CASES = {
         },
         {"norm_topk_prob": True},
     ),
+    "qwen2_yarn": (
+        {
+            **V4,
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500.0,
+            "rope_scaling": YARN,
+            "use_sliding_window": False,
+            "sliding_window": 131072,
+            "max_window_layers": 2,
+            "tie_word_embeddings": False,
+        },
+        {"rope_scaling": None},
+        {"rope_scaling": {**YARN, "factor": 2.0}},
+        {"rope_scaling": {**YARN, "beta_fast": 1.0}},
+    ),
+    "qwen3_yarn": (
+        {
+            **V5,
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": EXACT_YARN,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
+        {"rope_parameters": {**EXACT_YARN, "truncate": True}},
+        {"rope_parameters": {**EXACT_YARN, "mscale": 1.0}},
+        {"rope_parameters": {**EXACT_YARN, "beta_slow": 2.0}},
+    ),
+    "ministral3": (
+        {
+            **V5,
+            "model_type": "ministral3",
+            "architectures": ["Ministral3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": GROWING_YARN,
+            "attention_dropout": 0.0,
+            "sliding_window": None,
+            "pad_token_id": 11,
+            "tie_word_embeddings": False,
+        },
+        {"rope_parameters": {**GROWING_YARN, "llama_4_scaling_beta": 0.0}},
+        {"rope_parameters": {**GROWING_YARN, "mscale_all_dim": 0.0}},
+        {"sliding_window": 8},
+    ),
+    "mistral3": (
+        {
+            **V4,
+            "model_type": "mistral3",
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "image_token_index": 10,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "text_config": {
+                "model_type": "mistral",
+                "head_dim": 12,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "sliding_window": None,
+                "attention_dropout": 0.0,
+            },
+            "vision_config": {
+                "model_type": "pixtral",
+                "head_dim": 4,
+                "hidden_act": "silu",
+                "hidden_size": 8,
+                "image_size": 32,
+                "intermediate_size": 8,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "patch_size": 16,
+            },
+            "vision_feature_layer": -1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4": (
+        {
+            **V4,
+            "model_type": "glm4",
+            "architectures": ["Glm4ForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        {"partial_rotary_factor": 0.75},
+        {"rms_norm_eps": 1e-6},
+    ),
+    "granite4": (
+        {
+            **V4,
+            "model_type": "granitemoehybrid",
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "position_embedding_type": "rope",
+            "layer_types": ["attention"] * 3,
+            "shared_intermediate_size": 48,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.01,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attention_multiplier": 0.21875,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.75,
+            "residual_multiplier": 0.625,
+            "init_method": "mup",
+            "normalization_function": "rmsnorm",
+            "mamba_chunk_size": 256,
+            "mamba_conv_bias": True,
+            "mamba_d_conv": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 4,
+            "mamba_proj_bias": False,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+        {"position_embedding_type": None},
+        {"attention_multiplier": 0.35355339059327373},
+        {"residual_multiplier": 1.0},
+    ),
     "qwen3_5": (
         {
             **V5,
@@ -481,6 +654,48 @@ CASES = {
             }
         },
     ),
+    "qwen3_6": (
+        {
+            **V5,
+            "model_type": "qwen3_5",
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "image_token_id": 10,
+            "video_token_id": 11,
+            "vision_start_token_id": 12,
+            "vision_end_token_id": 13,
+            "text_config": {
+                "model_type": "qwen3_5_text",
+                "head_dim": 16,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_section": [1, 1, 0],
+                    "mrope_interleaved": True,
+                },
+                "full_attention_interval": 2,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 3,
+                "output_gate_type": "swish",
+            },
+            "vision_config": {
+                "model_type": "qwen3_5_vision",
+                "depth": 1,
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_heads": 2,
+                "num_position_embeddings": 4,
+                "out_hidden_size": 32,
+                "patch_size": 4,
+                "spatial_merge_size": 1,
+                "temporal_patch_size": 1,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
@@ -492,7 +707,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto_model(folder).from_config(config)
     weights = {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -506,10 +721,29 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
+        if config.model_type == "mistral3":
+            name = hub_name(name)
         weights |= unfused(name, noise) if "experts" in name else {name: noise}
     file = folder / "model.safetensors"
     safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)
+
+
+def auto_model(folder: pathlib.Path):
+    """Returns the class of transformers that makes the model."""
+    config = json.loads((folder / "config.json").read_text())
+    if "text_config" in config:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def hub_name(name: str) -> str:
+    """Returns the name on the hub of a tensor of a Mistral 3."""
+    if name.startswith("model.language_model."):
+        return "language_model.model." + name.removeprefix("model.language_model.")
+    if name.startswith("lm_head."):
+        return f"language_model.{name}"
+    return name.removeprefix("model.")
 
 
 def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -525,7 +759,7 @@ def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def load(folder: pathlib.Path, dtype: torch.dtype = torch.float32):
     """Loads a folder with transformers."""
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    model, report = auto_model(folder).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
@@ -549,7 +783,7 @@ def gradient_of(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
     model, ids = load(folder), torch.from_numpy(tokens)
     logits = model(ids[None]).logits[0, :-1]
     torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()
-    layer = model.model.layers[0]
+    layer = getattr(model.model, "language_model", model.model).layers[0]
     names = ("input_layernorm", "post_attention_layernorm")
     name = next(name for name in names if hasattr(layer, name))
     return getattr(layer, name).weight.grad.numpy()
@@ -608,7 +842,11 @@ def check_choices(folder: pathlib.Path, tokens: np.ndarray) -> None:
 
 def write_config(folder: pathlib.Path, config: dict) -> None:
     """Writes config.json."""
-    text = json.dumps({**SHAPE, **config}, indent=2) + "\n"
+    if text := config.get("text_config"):
+        config = {**config, "text_config": {**SHAPE, **text}}
+    else:
+        config = {**SHAPE, **config}
+    text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text)
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -54,6 +55,31 @@ def test_only_where_something_is_under_way(monkeypatch):
     assert ended == [3]
     goes_on.set()
     assert future.result()
+
+
+def test_an_idle_pool_holds_nothing_up(monkeypatch):
+    """Its threads would end with the interpreter, which does not come to that."""
+    ended, goes_on = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with ThreadPoolExecutor(1, thread_name_prefix=f"{background.POOL}-test") as pool:
+        pool.submit(int).result()
+        future = in_background(goes_on.wait)
+        end_process(3)
+        assert ended == [3]
+        goes_on.set()
+        assert future.result()
+
+
+def test_a_command_ends_without_a_search_for_garbage(monkeypatch):
+    """It takes half a second behind a run; a caller's process goes on as it was."""
+    frozen = []
+    monkeypatch.setattr(command.gc, "freeze", lambda: frozen.append(True))
+    command.main(["train", "nowhere.yaml"])
+    assert not frozen
+    monkeypatch.setattr(sys, "argv", ["jaxlora", "train", "nowhere.yaml"])
+    monkeypatch.setattr(command, "end_process", lambda status: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    assert command.main() == 1 and frozen
 
 
 # Work is under way when a script ends. A shell that starts the tests in the background

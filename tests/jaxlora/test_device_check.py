@@ -15,6 +15,7 @@ from jaxlora.cli.main import main
 from jaxlora.device_check import (
     check_device,
     check_device_in_child,
+    import_while_starting,
     start_backend,
     visible_gpu,
 )
@@ -228,6 +229,21 @@ def test_the_back_end_starts_in_a_thread_whose_error_is_the_refusal(monkeypatch)
     with pytest.raises(DeviceError, match=r"JAX does not start here: no CUDA here\."):
         check_device()
     assert threads[0] is not threading.current_thread() and len(threads) == 1
+
+
+def test_modules_are_imported_only_while_the_back_end_starts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("early_a", "early_b", "early_c"):
+        (tmp_path / f"{name}.py").write_text("raise ValueError\n" * (name[-1] == "a"))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    goes_on = threading.Event()
+    monkeypatch.setattr(jax, "default_backend", lambda: goes_on.wait(60) and "cpu")
+    start_backend()
+    import_while_starting(["early_a", "early_b"])
+    goes_on.set()
+    check_device()
+    import_while_starting(["early_c"])
+    assert {n for n in sys.modules if n.startswith("early_")} == {"early_b"}
 
 
 def test_a_back_end_that_has_started_is_used(monkeypatch):

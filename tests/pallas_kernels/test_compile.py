@@ -1,4 +1,4 @@
-"""Tests of `compile_program` and `lower_program`, with kernels that nothing runs."""
+"""Tests of `compile_program` and `trace_program`, with kernels that nothing runs."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.mosaic.gpu import core
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxlora.pallas_kernels import compile_program, lower_program
+from jaxlora.pallas_kernels import compile_program, trace_program
 from jaxlora.pallas_kernels.mosaic import compile as mosaic_compile
 
 CODE = {name: name.encode() * 50_000 for name in ("expand", "outer")}
@@ -111,18 +111,19 @@ def test_a_program_without_kernels_is_compiled(compiled):
 class MosaicProgram:
     """A jitted function with a real kernel, which is lowered for a GPU."""
 
-    def lower(self, x):
+    def trace(self, x):
         @plgpu.kernel(out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))
         def run(x_gmem, y_gmem):
             y_gmem[...] = x_gmem[...] * 2
 
-        return jax.jit(run).trace(x).lower(lowering_platforms=("cuda",))
+        return jax.jit(run).trace(x)
 
 
 def test_a_kernel_is_compiled_as_soon_as_it_is_lowered(monkeypatch, given, compiled):
     monkeypatch.setattr(mosaic_compile.device, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_compile.device, "not_nvidia", lambda: None)
-    lowered = lower_program(MosaicProgram(), jnp.zeros(128))
+    traced = trace_program(MosaicProgram(), jnp.zeros(128))
+    lowered = traced.lower(lowering_platforms=("cuda",))
     (started,) = mosaic_compile._started.values()
     started.result()
     (call,) = calls_of(lowered)

@@ -8,9 +8,10 @@ import pytest
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-from jaxlora.pallas_kernels import device, lower_program, multi_lora_linear
+from jaxlora.pallas_kernels import device, multi_lora_linear, trace_program
 from jaxlora.pallas_kernels.mosaic import compile as lower
 from jaxlora.pallas_kernels.mosaic import launch, layer
+from jaxlora.plan.memory.planned import TRACED_ON
 from tests.pallas_kernels.problems import problem
 
 # A name of a kernel ends with a number that counts the kernels of a process.
@@ -34,7 +35,7 @@ def new_process(monkeypatch):
 class Gradient:
     """A jitted gradient of a linear, which is lowered for a GPU."""
 
-    def lower(self, p):
+    def trace(self, p):
         def loss(x, a, b):
             given = p | {"x": x, "a": a, "b": b}
             y = multi_lora_linear(**given, implementation="mosaic")
@@ -42,7 +43,7 @@ class Gradient:
 
         run = jax.jit(jax.grad(loss, (0, 1, 2)))
         given = p["x"], p["a"], p["b"]
-        return run.trace(*given).lower(lowering_platforms=("cuda",))
+        return run.trace(*given)
 
 
 def _without_lines(code):
@@ -59,7 +60,7 @@ def lowered(monkeypatch, num_workers):
         traced.clear_cache()
     monkeypatch.setattr(lower, "_num_workers", lambda: num_workers)
     p, _ = problem(k=128, n=128)
-    found = lower_program(Gradient(), p)
+    found = trace_program(Gradient(), p).lower(lowering_platforms=("cuda",))
     module = found.compiler_ir("stablehlo")
     calls = []
     for call in lower.calls_in(module.operation):
@@ -124,3 +125,19 @@ def test_a_worker_that_has_ended_is_started_again(monkeypatch):
     monkeypatch.setattr(lower, "_start_process", Works)
     assert worker._ask(b"kernel") == {"module": b""}
     assert started == [b"kernel"]
+
+
+def test_workers_start_before_the_first_kernel(monkeypatch):
+    """Once, and neither for devices that are only planned nor for other GPUs."""
+    started = []
+    monkeypatch.setattr(lower, "_num_workers", lambda: 3)
+    monkeypatch.setattr(lower._Worker, "run", lambda self: started.append(self))
+    with device.planned_for(TRACED_ON):
+        lower.start_workers()
+    monkeypatch.setattr(device, "capability", lambda: 89)
+    lower.start_workers()
+    assert not lower._queues
+    monkeypatch.setattr(device, "capability", lambda: 90)
+    for _ in range(2):
+        lower.start_workers()
+    assert len(lower._queues) == 3

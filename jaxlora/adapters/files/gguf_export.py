@@ -23,7 +23,7 @@ from jaxlora.hf.checkpoint import planned_checkpoint
 from jaxlora.hf.files import read_json, tokenizer_folder
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SLOT_MODULES
-from jaxlora.models.structure import linear_shapes
+from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.trained_tensors import tensor_settings
 
 # llama.cpp's architectures by model_type. It reads Mistral's models as Llama's.
@@ -207,7 +207,7 @@ def _write(
 
 def gguf_name(module: str) -> str:
     """Returns the name of a linear's weight in GGUF files, `blk.0.attn_q.weight`."""
-    layer, _, name = module.removeprefix("model.layers.").partition(".")
+    _, layer, name = linear_path(module).split(".", 2)
     return f"blk.{layer}.{GGUF_LINEARS[name]}.weight"
 
 

@@ -14,13 +14,13 @@ from jaxlora.adapters.files.peft_import import PeftFolder, read_folder
 from jaxlora.adapters.files.peft_tables import BaseTables
 from jaxlora.adapters.files.tokenizer_copy import merged_tokenizer
 from jaxlora.errors import AdapterError, ConfigError, ModelError
-from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
+from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint, with_values
 from jaxlora.hf.convert import log_dequantized, save_checkpoint
 from jaxlora.hf.files import model_folder
 from jaxlora.hf.tensor_file import check_finite
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SLOT_MODULES
-from jaxlora.models.structure import linear_shapes
+from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.pallas_kernels import FORMATS
 
 _DTYPES = {
@@ -89,11 +89,12 @@ def merge_adapter(
     if dtype is not None:
         config_json = checkpoint.dense_config(dtype)
     if _unties(adapter, config):
-        config_json = {**config_json, "tie_word_embeddings": False}
+        config_json = with_values(config_json, tie_word_embeddings=False)
     if vocab_size != config.vocab_size:
-        config_json = {**config_json, "vocab_size": vocab_size}
+        config_json = with_values(config_json, vocab_size=vocab_size)
     folder = dataclasses.replace(folder, adapter=adapter)
-    tensors = _merged(checkpoint, folder, None if dtype is None else _DTYPES[dtype])
+    kind = None if dtype is None else _DTYPES[dtype]
+    tensors = checkpoint.as_stored(_merged(checkpoint, folder, kind), kind)
     extra = [*merged_tokenizer(checkpoint.folder, pathlib.Path(adapter_folder))]
     return save_checkpoint(out_folder, tensors, config_json, extra)
 
@@ -112,6 +113,7 @@ def _merged(
     adapter, base_format = folder.adapter, folder.base_format
     unties = _unties(adapter, checkpoint.config)
     outside = {str(SLOT_MODULES[name].frozen): name for name in adapter.outside}
+    by_path = {linear_path(name): found for name, found in adapter.modules.items()}
     by_name = {_EMBEDDING: outside.get("embed_tokens"), _HEAD: outside.get("lm_head")}
     if checkpoint.config.tie_embeddings and not unties:
         by_name[_HEAD] = by_name[_EMBEDDING]
@@ -120,7 +122,7 @@ def _merged(
         file = checkpoint.files.get(name) or checkpoint.files[_EMBEDDING]
         where = f"{file.path}: {name}"
         check_finite(array, where, ModelError, wanted)
-        weights = adapter.modules.get(name.removesuffix(".weight"))
+        weights = by_path.get(name.removeprefix("model.").removesuffix(".weight"))
         if weights is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 if base_format is not None and not checkpoint.quantized:

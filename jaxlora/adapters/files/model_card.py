@@ -34,6 +34,7 @@ def model_card(
     figures: Mapping[str, Any],
     version: str,
     has_tokenizer: bool = False,
+    is_part: bool = False,
 ) -> str:
     """Returns the text of a card, which begins with the hub's YAML.
 
@@ -44,6 +45,7 @@ def model_card(
         figures: What was measured, by what it is; entries that are None are left out.
         version: Version of jaxlora.
         has_tokenizer: Whether the tokenizer lies beside the adapter.
+        is_part: Whether the base is the text model of a model of text and images.
     """
     data = job.get("data") or {}
     on_hub = [one["path"] for one in _sets(data) if is_hub_id(one["path"])]
@@ -62,7 +64,7 @@ def model_card(
         f"# {_escaped(name)}",
         f"A LoRA adapter for {_described(base)}, trained with jaxlora {version}.",
         "## Use",
-        _usage(base, has_tokenizer),
+        _usage(base, has_tokenizer, is_part),
         *([_tokenizer(data)] if has_tokenizer else []),
         "## Data",
         _data(data),
@@ -109,11 +111,12 @@ def _tokenizer(data: Mapping[str, Any]) -> str:
     )
 
 
-def _usage(base: BaseName, has_tokenizer: bool) -> str:
+def _usage(base: BaseName, has_tokenizer: bool, is_part: bool) -> str:
     """Returns an example; names are literals of Python, so no name becomes code."""
     given = f", revision={base.revision!r}" if base.revision else ""
     note = "" if base.is_on_hub else "# A local folder: give its path, or its hub id.\n"
-    names, load = "AutoModelForCausalLM", ""
+    kind = "AutoModelForImageTextToText" if is_part else "AutoModelForCausalLM"
+    names, load = kind, ""
     if has_tokenizer:
         names += ", AutoTokenizer"
         load = "tokenizer = AutoTokenizer.from_pretrained(adapter)\n"
@@ -123,7 +126,7 @@ def _usage(base: BaseName, has_tokenizer: bool) -> str:
         f"from transformers import {names}\n\n"
         'adapter = "path or id of this adapter"\n'
         f"{note}"
-        f"base = AutoModelForCausalLM.from_pretrained({base.name!r}{given})\n"
+        f"base = {kind}.from_pretrained({base.name!r}{given})\n"
         "model = PeftModel.from_pretrained(base, adapter)\n"
         f"{load}"
         "```"

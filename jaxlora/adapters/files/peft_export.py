@@ -25,6 +25,7 @@ from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
 from jaxlora.models.slot_modules import SCORE, SLOT_MODULES
+from jaxlora.models.structure import module_prefix
 from jaxlora.modules.variants.table import variants
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,10 @@ def export_peft(
     for variant in adapter.variants:
         for name, array in variant.frozen_to_peft(adapter.vera).items():
             tensors[name] = np.ascontiguousarray(array, np.float32)
+    start = module_prefix(linear_names)
     for name, weights in adapter.outside.items():
-        key = f"{PREFIX}{SLOT_MODULES[name].peft_name}"
-        tensors[key] = np.atleast_2d(weights.array).astype(np.float32)
+        place = re.sub(r"^model\.", start, SLOT_MODULES[name].peft_name)
+        tensors[f"{PREFIX}{place}"] = np.atleast_2d(weights.array).astype(np.float32)
     scalings = {adapter.scaling(weights) for weights in adapter.modules.values()}
     if len(scalings) > 1:
         logger.warning(
@@ -166,7 +168,11 @@ def _pattern(values: Mapping[str, float], common: float) -> dict[str, float]:
 
 
 def _target_modules(modules: list[str], linear_names: Sequence[str]) -> list[str]:
-    """Returns suffixes if they select exactly these modules, otherwise full names."""
+    """Returns suffixes if they select exactly these modules, otherwise full names.
+
+    Where the text model is one part of another, other parts may have linears with the
+    same suffixes.
+    """
 
     def by_suffix(names: Sequence[str]) -> dict[str, set[str]]:
         out = collections.defaultdict(set)
@@ -175,6 +181,7 @@ def _target_modules(modules: list[str], linear_names: Sequence[str]) -> list[str
         return out
 
     adapted, there = by_suffix(modules), by_suffix(linear_names)
-    if all(names == there[suffix] for suffix, names in adapted.items()):
+    is_whole = module_prefix(linear_names) == "model."
+    if is_whole and all(names == there[suffix] for suffix, names in adapted.items()):
         return sorted(adapted)
     return sorted(modules)

@@ -21,6 +21,7 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.tensor_file import TensorFile, check_finite
 from jaxlora.models.slot_modules import SCORE
+from jaxlora.models.structure import linear_path, module_prefix
 from jaxlora.modules.trained_tensors import (
     tensors_with,
     trained_tensors,
@@ -116,7 +117,11 @@ def _read(
     path = folder / CONFIG_FILE
     patterns = Patterns(str(path))
     config = read_config(path, patterns)
-    arrays = _read_arrays(folder)
+    embedding = f"{PREFIX}{module_prefix(linear_shapes)}embed_tokens."
+    arrays = {
+        key.replace(embedding, f"{PREFIX}model.embed_tokens."): array
+        for key, array in _read_arrays(folder).items()
+    }
     score = arrays.pop(f"{PREFIX}{SCORE.peft_name}", None)
     shared = {name for variant in variants() for name in variant.peft_tensors}
     matrices = {name: arrays.pop(name) for name in arrays.keys() & shared}
@@ -139,7 +144,7 @@ def _read(
         lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
         own = _checked(folder, name, tensors, wanted, rank, linear_shapes[name])
         if (bias := own.pop(_BIAS.name, None)) is not None:
-            biases[f"{name}.bias"] = bias
+            biases[f"model.{linear_path(name)}.bias"] = bias
         modules[name] = LoraWeights(
             tensors=own, rank=rank, lora_alpha=float(lora_alpha)
         )

@@ -1,73 +1,40 @@
-"""Reads the terms of a sum as a product of an input with a frozen weight."""
+"""Reads the terms of a sum as products of an input with a frozen weight."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from jaxlora.fuse.linears.linear import Linear
-from jaxlora.fuse.normal_forms.forms import Atom, Factor, Form, Term
+from jax.extend import core
+
+from jaxlora.fuse.normal_forms.forms import Factor, Form, Group, Indices, Term
 from jaxlora.fuse.normal_forms.like_terms import without
-from jaxlora.fuse.site import Index
+from jaxlora.fuse.site import Linear
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Unit:
-    """An array that is one factor of a term, or the product of several.
-
-    Attributes:
-        factor: The array.
-        number: The array is this number times the product of the members.
-        members: Positions of the factors.
-        equations: The equations that computed it.
-    """
-
-    factor: Factor
-    number: float
-    members: frozenset[int]
-    equations: frozenset[int]
-
-
-def units_of(term: Term) -> list[Unit]:
+def units_of(term: Term) -> list[Group]:
     """Returns the numeric arrays of a term, and products of them that are variables."""
     units = [
-        Unit(factor=f, number=1.0, members=frozenset({i}), equations=frozenset())
-        for i, f in enumerate(term.factors)
-        if f.is_number
+        Group(1.0, factor, frozenset({place}), frozenset())
+        for place, factor in enumerate(term.factors)
+        if factor.is_number
     ]
-    for group in term.groups:
-        aval: Any = group.var.aval
-        if len(group.members) == len(term.factors) and term.rounded is not None:
-            continue
-        units.append(
-            Unit(
-                factor=Factor(group.var, group.dims, aval.dtype),
-                number=group.number,
-                members=group.members,
-                equations=group.equations,
-            )
-        )
-    return units
+    is_rounded = term.rounded is not None
+    whole = len(term.factors) if is_rounded else -1  # as a whole, it is the result
+    return units + [group for group in term.groups if len(group.members) != whole]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Base:
-    """A way to read a term as a frozen product.
-
-    Attributes:
-        linear: The product.
-        obstacle: Why the kernels cannot compute it; None: they can.
-    """
-
-    linear: Linear
-    obstacle: str | None
-
-
-def bases_of(form: Form, base: Term) -> Iterator[Base]:
+def bases_of(
+    indices: Indices, root: core.Var, form: Form, base: Term
+) -> Iterator[Linear]:
     """Yields the ways to read a term as x times w, those with the fewest scales first.
 
     Scales that another term of the sum has too belong to the sum, and come first. Other
     scales of output features behind the product, as of int8 codes, belong to w.
+
+    Args:
+        indices: The sizes of all indices.
+        root: The variable that holds the sum.
+        form: The form of the sum.
+        base: The term.
     """
     outer = set(form.indices)
     pairs = [
@@ -76,51 +43,37 @@ def bases_of(form: Form, base: Term) -> Iterator[Base]:
         if not x.members & w.members
     ]
     pairs.sort(key=lambda pair: -sum(len(unit.members) for unit in pair))
-    for x, w in pairs:
-        inner = set(x.factor.indices) - outer
-        if not inner or inner != set(w.factor.indices) - outer:
-            continue
-        used, columns = x.members | w.members, outer & set(w.factor.indices)
-        if not columns:
+    for x_unit, w_unit in pairs:
+        x, w, used = x_unit.array, w_unit.array, x_unit.members | w_unit.members
+        inner = set(x.indices) - outer
+        if not inner or inner != set(w.indices) - outer or not outer & set(w.indices):
             continue
         left = [f for i, f in enumerate(base.factors) if i not in used]
         if not all(set(f.indices) <= outer for f in left):
             continue
-        linear = Linear(
-            x=x.factor,
-            w=w.factor,
-            matrices=_matrices(
-                [w.factor, *(base.factors[i] for i in w.members)], inner
-            ),
-            base=base,
-            coefficient=base.coefficient / (x.number * w.number),
-            rows=tuple(i for i in x.factor.indices if i in outer),
-            in_indices=tuple(i for i in x.factor.indices if i not in outer),
-            out_indices=tuple(i for i in w.factor.indices if i in outer),
-            repeats=frozenset(outer - columns - {*x.factor.indices}),
-            equations=base.equations - x.equations - w.equations,
+        matrices = (
+            f.var
+            for f in (w, *(base.factors[i] for i in w_unit.members))
+            if inner & set(f.indices) and set(f.indices) - inner
         )
         shared = [f for f in left if f.is_number and _is_shared(f, form, base)]
         for scales in [shared, []] if shared else [[]]:
-            own = [f for f in left if f not in scales]
-            yield Base(
-                linear=dataclasses.replace(
-                    linear, scales=tuple(scales), w_scales=tuple(own)
-                ),
-                obstacle=_obstacle(own, columns),
+            yield Linear(
+                root=root,
+                dims=form.dims,
+                x=x,
+                w=w,
+                w_scales=tuple(f for f in left if f not in scales),
+                scales=tuple(scales),
+                rows=tuple(i for i in x.indices if i in outer),
+                in_indices=tuple(i for i in x.indices if i not in outer),
+                out_indices=tuple(i for i in w.indices if i in outer),
+                indices=indices,
+                base=base,
+                coefficient=base.coefficient / (x_unit.number * w_unit.number),
+                matrices=tuple(matrices),
+                equations=base.equations - x_unit.equations - w_unit.equations,
             )
-
-
-def _obstacle(scales: Sequence[Factor], columns: set[Index]) -> str | None:
-    """Returns why kernels cannot scale the weight by some arrays."""
-    if any(not f.is_number for f in scales):
-        return "a mask is on its frozen product, and kernels mask x of the branch only"
-    if any(not set(f.indices) <= columns for f in scales):
-        return (
-            "its frozen product is multiplied by an array that differs by row, and its "
-            "branch is not: kernels scale output features"
-        )
-    return None
 
 
 def _is_shared(factor: Factor, form: Form, base: Term) -> bool:
@@ -145,18 +98,11 @@ def without_scales(term: Term, scales: Sequence[Factor]) -> Term | None:
     return term
 
 
-def _matrices(factors: Sequence[Factor], inner: set[Index]) -> tuple[Atom, ...]:
-    """Returns the arrays that have input and output features."""
-    return tuple(
-        f.var for f in factors if inner & set(f.indices) and set(f.indices) - inner
-    )
-
-
 def repeated(linear: Linear) -> str | None:
     """Returns why a product that a sum has twice is not one; None: it has it once."""
     base, wanted = linear.base, {linear.x.var, linear.w.var}
     for term in linear.rest:
-        if not wanted <= {unit.factor.var for unit in units_of(term)}:
+        if not wanted <= {unit.array.var for unit in units_of(term)}:
             continue
         if term.precisions != base.precisions:
             how = "at different precisions"

@@ -1,68 +1,63 @@
 """Recognises a frozen product and its low-rank branches in a sum of products."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
+import numpy as np
+from jax.extend import core
 
-from jaxlora.fuse.linears.bases import Base, bases_of, units_of, without_scales
-from jaxlora.fuse.linears.linear import (
-    SCALED_BY_ROW,
-    Linear,
-    NotThin,
-    check_features,
-    check_rank,
-    split_factors,
-)
+from jaxlora.fuse.linears.bases import bases_of, is_same, units_of, without_scales
 from jaxlora.fuse.normal_forms.choose import other_fill
 from jaxlora.fuse.normal_forms.forms import (
     Factor,
-    Form,
-    Indices,
+    Index,
     Names,
     Term,
+    is_float,
     is_moderate,
-    rename_term,
 )
 from jaxlora.fuse.normal_forms.like_terms import simplified
 from jaxlora.fuse.normal_forms.normal import Normalizer
-from jaxlora.fuse.site import Branch, Index, Mask, Selection
+from jaxlora.fuse.site import Branch, Linear, Selection
+
+MAX_RANK = 256  # of the tuning tables; larger branches are compute-bound
+RANK_FRACTION = 4  # a branch then costs at most half of the frozen product
+_SCALED_BY_ROW = "the branch's scale differs by row"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
-    """A branch, with the parts that all branches of a linear must share."""
-
-    branch: Branch
-    mask: Mask | None
-    selection: Selection | None
-    equations: frozenset[int]
-    term: Term
+class NotThin(Exception):
+    """A term is no low-rank branch of a product; the message may say why."""
 
 
 class OtherInput(NotThin):
     """A term does not read the input of a frozen product as the product does."""
 
 
-def find_linear(n: Normalizer, form: Form) -> tuple[Linear | None, list[str]]:
+def find_linear(n: Normalizer, root: core.Var) -> tuple[Linear | None, list[str]]:
     """Finds a frozen product with branches in a sum.
+
+    Args:
+        n: Knows the form of each value.
+        root: The variable that holds the sum.
 
     Returns:
         The linear with the most branches, if possible of a product that is not scaled
-        by a number, or None; and the reasons for which other
-        terms are no branches of it, or of the product that costs most.
+        by a number, or None; and the reasons for which other terms are no branches of
+        it, or of the product that costs most.
     """
-    form = simplified(n, form)
+    form = simplified(n, n.form(root))
     terms = [t for t in form.terms if t.coefficient != 0]
     best: Linear | None = None
     best_reasons: list[NotThin] = []
     reasons: list[tuple[int, NotThin]] = []
     for term in terms:
-        for base in bases_of(form, term):
+        for base in bases_of(n.indices, root, form, term):
             others = [t for t in form.terms if t is not term]
             found, why = _with_branches(n, base, others)
-            cost = n.indices.size_of({*base.linear.x.indices, *base.linear.w.indices})
+            cost = n.indices.size_of({*base.x.indices, *base.w.indices})
             reasons += [(cost, reason) for reason in why]
             if found and (best is None or _gain(found) > _gain(best)):
                 best, best_reasons = found, why
@@ -79,75 +74,83 @@ def _gain(linear: Linear) -> tuple[int, bool]:
 
 
 def _with_branches(
-    n: Normalizer, base: Base, others: Sequence[Term]
+    n: Normalizer, linear: Linear, others: Sequence[Term]
 ) -> tuple[Linear | None, list[NotThin]]:
     """Adds the branches and the bias, and says why other terms are no branches.
 
     Returns:
         The linear; None if it has no branches. And the reasons.
     """
-    linear = base.linear
-    found, biases, rest = [], [], []
+    branches, biases = list[Branch](), list[Term]()
+    unread, rest = list[Term](), list[Term]()
     reasons: list[NotThin] = []
     for term in others:
         inner = without_scales(term, linear.scales)
         try:
             if inner is None or inner.coefficient == 0:
                 raise NotThin
-            found.append(_branch(n, linear, inner))
+            branches.append(_branch(n, linear, inner))
             continue
         except NotThin as error:
             reasons.append(error)
-        if inner is not None and not biases and is_bias(inner, linear):
+        unread.append(term)
+        if inner is not None and not biases and _is_bias(inner, linear):
             biases.append(inner)
         else:
             rest.append(term)
-    if not found:
+    if not branches:
         return None, reasons
-    restored = any(t.restored for t in (linear.base, *(f.term for f in found)))
-    if restored:  # the kernels would round the sum with the bias
-        rest, biases = [t for t in others if t in (*rest, *biases)], []
-    used = [f.equations for f in found] + [bias.equations for bias in biases]
-    linear = dataclasses.replace(
-        linear,
-        branches=tuple(f.branch for f in found),
-        branch_dtypes=tuple(f.term.rounded for f in found),
-        restored=restored,
-        branch_precisions=tuple(f.term.precisions for f in found),
-        bias=next(iter(biases), None),
-        rest=tuple(rest),
-        equations=linear.equations.union(*used),
-    )
+    linear = dataclasses.replace(linear, branches=tuple(branches))
+    if any(term.restored for term in linear.terms):
+        rest, biases = unread, []  # the kernels would round the sum with the bias
     try:
-        if base.obstacle is not None:
-            raise NotThin(base.obstacle)
-        linear = _with_common_parts(linear, found)
+        _check_parts(linear)
         _check_base(n, linear)
     except NotThin as error:
         return None, [*reasons, error]
+    linear = dataclasses.replace(
+        linear,
+        bias=biases[0].factors[0] if biases else None,
+        scales=(*_number(linear.coefficient), *linear.scales),
+        rest=tuple(rest),
+        equations=linear.equations.union(*(p.equations for p in (*branches, *biases))),
+    )
     return linear, reasons
 
 
-def _with_common_parts(linear: Linear, found: Sequence[_Found]) -> Linear:
-    """Adds the mask and the selection, which all branches must share."""
-    for one in found[1:]:
-        if not _same_mask(one.mask, found[0].mask):
+def _number(value: float) -> tuple[Factor, ...]:
+    """Returns a number as an array that scales a sum; none for 1."""
+    if value == 1:
+        return ()
+    literal = core.Literal(np.float32(value), jax.typeof(np.float32(value)))
+    return (Factor(literal, (), np.dtype(np.float32)),)
+
+
+def _check_parts(linear: Linear) -> None:
+    """Raises `NotThin` if the parts of a linear cannot be in one call."""
+    if any(not f.is_number for f in linear.w_scales):
+        raise NotThin(
+            "a mask is on its frozen product, and kernels mask x of the branch only"
+        )
+    if any(not set(f.indices) <= set(linear.out_indices) for f in linear.w_scales):
+        raise NotThin(
+            "its frozen product is multiplied by an array that differs by row, and its "
+            "branch is not: kernels scale output features"
+        )
+    first, *others = linear.branches
+    for other in others:
+        if not _is_same_mask(first.mask, other.mask):
             raise NotThin("its branches have different dropout masks")
-        if (one.selection is None) != (found[0].selection is None):
+        if (other.selection is None) != (first.selection is None):
             raise NotThin("its branches choose their adapters in different ways")
-    if len(found) > 1 and found[0].selection is not None:
+    if others and first.selection is not None:
         raise NotThin("it has several branches that choose their adapters")
-    return dataclasses.replace(linear, mask=found[0].mask, selection=found[0].selection)
 
 
-def _same_mask(first: Mask | None, second: Mask | None) -> bool:
+def _is_same_mask(first: Factor | None, second: Factor | None) -> bool:
     if first is None or second is None:
         return first is second
-    return (
-        first.operand.var is second.operand.var
-        and first.operand.dims == second.operand.dims
-        and first.keeps == second.keeps
-    )
+    return is_same(first, second)
 
 
 def _check_base(n: Normalizer, linear: Linear) -> None:
@@ -161,8 +164,8 @@ def _check_base(n: Normalizer, linear: Linear) -> None:
     if any(f.var is factor for f in linear.w_scales for factor in factors):
         raise NotThin  # without one of the branches, the sum is scaled
     adapters = linear.adapter_indices
-    rows = n.indices.size_of(linear.rows)
-    if adapters and linear.selection is None and n.indices.size_of(adapters) == rows:
+    is_by_row = linear.size_of(adapters) == linear.num_tokens
+    if adapters and linear.selection is None and is_by_row:
         gathered = _gather_reason(n, factors)
         raise NotThin(gathered or "each row has its own A and B or its own scale")
 
@@ -179,7 +182,7 @@ def _gather_reason(n: Normalizer, arrays: Iterable[Any]) -> str | None:
     return None
 
 
-def is_bias(term: Term, linear: Linear) -> bool:
+def _is_bias(term: Term, linear: Linear) -> bool:
     """Whether a term is a vector over the output features, scaled as the product is."""
     return term.coefficient == linear.coefficient and is_vector(term, linear)
 
@@ -193,23 +196,20 @@ def is_vector(term: Term, linear: Linear) -> bool:
     )
 
 
-def _branch(n: Normalizer, linear: Linear, term: Term) -> _Found:
+def _branch(n: Normalizer, linear: Linear, term: Term) -> Branch:
     """Reads a term as a low-rank branch of a linear; raises `NotThin` if it is none."""
     if sum(f.is_number for f in term.factors) < 3:
         raise NotThin
     for x in units_of(term):
-        if (names := _same_input(linear, x.factor, n.indices)) is not None:
+        if (names := _same_input(linear, x.array)) is not None:
             break
     else:
-        raise OtherInput(*_other_input(n, linear, term))
-    kept = [f for i, f in enumerate(term.factors) if i not in x.members]
-    kept = list(
-        rename_term(
-            dataclasses.replace(term, factors=tuple(kept), groups=()), names
-        ).factors
-    )
-    check_features(linear, kept)
-    if any(linear.repeats & {*f.indices} for f in kept):
+        raise OtherInput(*_other_input(linear, term))
+    kept = [f.renamed(names) for i, f in enumerate(term.factors) if i not in x.members]
+    _check_features(linear, linear.in_indices, kept)
+    held = {*linear.x.indices, *linear.w.indices}
+    repeats = {i for dim in linear.dims for i in dim} - held
+    if any(repeats & {*f.indices} for f in kept):
         raise NotThin(
             "several adapters or masks are applied to the same rows, and the kernels "
             "give each row one"
@@ -224,25 +224,21 @@ def _branch(n: Normalizer, linear: Linear, term: Term) -> _Found:
     mask = _mask(n, linear, [f for f in factors if f.keeps is not None])
     factors = [f for f in factors if f.is_number]
     table = () if selection is None else selection.table_indices
-    a, b, rank_indices = split_factors(linear, factors, table, n.indices)
-    check_rank(linear, rank_indices, n.indices)
-    branch = Branch(
-        a=tuple(f.operand for f in a),
-        b=tuple(f.operand for f in b),
+    a, b, rank_indices = _split_factors(linear, linear.in_indices, factors, table)
+    return Branch(
+        a=tuple(a),
+        b=tuple(b),
         rank_indices=rank_indices,
         coefficient=term.coefficient / x.number / linear.coefficient,
+        mask=mask,
+        selection=selection,
+        term=term,
         products=tuple(
             frozenset(term.factors[i].var for i in group.members)
             for group in term.groups
             if not group.members & x.members
         ),
-    )
-    return _Found(
-        branch=branch,
-        mask=mask,
-        selection=selection,
         equations=term.equations - x.equations,
-        term=term,
     )
 
 
@@ -280,12 +276,11 @@ def _selected(
     for other in choices[1:]:
         pairs = zip(other.dims[-1], first.dims[-1], strict=True)
         names |= {i: (j,) for i, j in pairs}
-    rest = tuple(f for f in factors if f.choice is None)
-    rest = rename_term(Term(1.0, rest), names).factors
+    rest = [f.renamed(names) for f in factors if f.choice is None]
     table = set(first.dims[-1])
     by_row = [f for f in rest if set(f.indices) & set(linear.rows) and f.is_number]
     if any(set(f.indices) <= set(linear.rows) for f in by_row):
-        raise NotThin(SCALED_BY_ROW)
+        raise NotThin(_SCALED_BY_ROW)
     if by_row:
         gathered = _gather_reason(n, [f.var for f in by_row])
         raise NotThin(gathered or "A or B depends on the row beside its adapter")
@@ -298,10 +293,10 @@ def _selected(
         is_ragged=choice.is_ragged,
         outside=outside,
     )
-    return list(rest), selection
+    return rest, selection
 
 
-def _same_input(linear: Linear, x: Factor, indices: Indices) -> Names | None:
+def _same_input(linear: Linear, x: Factor) -> Names | None:
     """Returns how to rename a term so that x is the linear's; None: it is another."""
     if x.var is not linear.x.var:
         return None
@@ -311,9 +306,9 @@ def _same_input(linear: Linear, x: Factor, indices: Indices) -> Names | None:
         left = list(mine)
         for index in theirs:
             parts: list[Index] = []
-            while left and indices.size_of(parts) < indices.sizes[index]:
+            while left and linear.size_of(parts) < linear.size_of([index]):
                 parts.append(left.pop(0))
-            if indices.size_of(parts) != indices.sizes[index]:
+            if linear.size_of(parts) != linear.size_of([index]):
                 return None
             if outer & {index, *parts} and parts != [index]:
                 return None
@@ -321,7 +316,7 @@ def _same_input(linear: Linear, x: Factor, indices: Indices) -> Names | None:
     return names
 
 
-def _other_input(n: Normalizer, linear: Linear, term: Term) -> list[str]:
+def _other_input(linear: Linear, term: Term) -> list[str]:
     """Explains a term that would be a branch if it had the same x."""
     arrays = [f for f in term.factors if f.is_number]
     if any(f.var is linear.x.var for f in arrays):
@@ -332,13 +327,11 @@ def _other_input(n: Normalizer, linear: Linear, term: Term) -> list[str]:
     outer = {*linear.rows, *linear.out_indices}
     for x in units_of(term):
         factors = [f for i, f in enumerate(term.factors) if i not in x.members]
-        inner = tuple(i for i in x.factor.indices if i not in outer)
-        other = dataclasses.replace(linear, x=x.factor, in_indices=inner)
-        table = {i for f in factors if f.choice is not None for i in f.dims[-1]}
+        inner = [i for i in x.array.indices if i not in outer]
+        table = [i for f in factors if f.choice is not None for i in f.dims[-1]]
+        numbers = [f for f in factors if f.is_number]
         try:
-            numbers = [f for f in factors if f.is_number]
-            _, _, bond = split_factors(other, numbers, tuple(table), n.indices)
-            check_rank(linear, bond, n.indices)
+            _, _, bond = _split_factors(linear, inner, numbers, table)
         except NotThin:
             continue
         if inner and bond:
@@ -346,7 +339,7 @@ def _other_input(n: Normalizer, linear: Linear, term: Term) -> list[str]:
     return []
 
 
-def _mask(n: Normalizer, linear: Linear, masks: Sequence[Factor]) -> Mask | None:
+def _mask(n: Normalizer, linear: Linear, masks: Sequence[Factor]) -> Factor | None:
     if not masks:
         return None
     for mask in masks:
@@ -360,13 +353,80 @@ def _mask(n: Normalizer, linear: Linear, masks: Sequence[Factor]) -> Mask | None
         )
     if len(masks) > 1:
         raise NotThin("the branch has several masks")
-    (mask,) = masks
-    assert mask.keeps is not None
-    return Mask(operand=mask.operand, keeps=mask.keeps)
+    return masks[0]
 
 
 def _compares_floats(n: Normalizer, mask: Factor) -> bool:
     eqn = n.graph.equation(mask.var)
     if eqn is None or eqn.primitive.name != "eq":
         return False
-    return any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)
+    return any(is_float(v.aval) for v in eqn.invars)
+
+
+def _split_factors(
+    linear: Linear,
+    inner: Sequence[Index],
+    factors: Sequence[Factor],
+    table: Sequence[Index],
+) -> tuple[list[Factor], list[Factor], tuple[Index, ...]]:
+    """Splits the factors into A and B, with the smallest rank between them.
+
+    Args:
+        linear: The linear.
+        inner: Indices of the features of the branch's input.
+        factors: The factors.
+        table: Indices of the adapters in tables.
+
+    Raises:
+        NotThin: They are not A and B of a rank that is small beside the linear.
+    """
+    _check_features(linear, inner, factors)
+    rows, outer = set(linear.rows), set(linear.out_indices)
+    fixed_a = [f for f in factors if not set(inner).isdisjoint(f.indices)]
+    fixed_b = [f for f in factors if not outer.isdisjoint(f.indices)]
+    if any(f in fixed_b for f in fixed_a):
+        raise NotThin
+    fixed = (*fixed_a, *fixed_b)
+    free = [f for f in factors if f not in fixed]
+    by_row = rows.intersection(i for f in fixed for i in f.indices)
+    if any(rows.intersection(f.indices) - by_row for f in free):
+        raise NotThin(_SCALED_BY_ROW)
+    best = None
+    for sides in itertools.product((False, True), repeat=len(free)):
+        a = fixed_a + [f for f, in_a in zip(free, sides, strict=True) if in_a]
+        b = fixed_b + [f for f, in_a in zip(free, sides, strict=True) if not in_a]
+        shared = {i for f in b for i in f.indices} - {*rows, *inner, *outer, *table}
+        bond = tuple(dict.fromkeys(i for f in a for i in f.indices if i in shared))
+        if best is None or linear.size_of(bond) < linear.size_of(best[2]):
+            best = a, b, bond
+    assert best is not None
+    _check_rank(linear, best[2])
+    return best
+
+
+def _check_features(
+    linear: Linear, inner: Sequence[Index], factors: Sequence[Factor]
+) -> None:
+    """Raises `NotThin` if A and B lack features of x or of the result."""
+    held = {i for f in factors for i in f.indices}
+    if not held.issuperset(inner):
+        raise NotThin("A does not multiply all features of x")
+    if not held.issuperset(i for i in linear.out_indices if i not in linear.rows):
+        raise NotThin(
+            "the branch has another shape than the frozen product: it is repeated over "
+            "output features"
+        )
+
+
+def _check_rank(linear: Linear, rank_indices: tuple[Index, ...]) -> None:
+    """Raises `NotThin` if a branch's rank is not small beside the frozen product."""
+    rank, k, n = linear.size_of(rank_indices), linear.in_features, linear.out_features
+    if rank > min(k, n):
+        raise NotThin  # nothing of low rank
+    limit = min(MAX_RANK, min(k, n) // RANK_FRACTION)
+    if rank > limit:
+        raise NotThin(
+            f"the branch's rank {rank} is not small: it may be at most {limit}, which "
+            f"is the smaller of {MAX_RANK} and min(K, N) / {RANK_FRACTION} for "
+            f"K={k} and N={n}"
+        )

@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend import core
 
 from jaxlora.fuse.graph import RESULT, Graph
-from jaxlora.fuse.linears.linear import MAX_RANK, RANK_FRACTION
+from jaxlora.fuse.linears.branches import MAX_RANK, RANK_FRACTION
 from jaxlora.fuse.normal_forms.forms import Form, Term
 from jaxlora.fuse.normal_forms.normal import Normalizer
 
@@ -51,100 +51,88 @@ def carries(eqn: Any, value: Any) -> bool:
     return name == "select_n" and not readers[0]
 
 
-class OpenSums:
-    """Knows what reads each sum of a jaxpr.
+def is_open(n: Normalizer, var: core.Var, form: Form) -> bool:
+    """Whether a sum may be a part of a larger one.
 
-    Attributes:
-        graph: The jaxpr.
-        normalizer: Knows the form of each value.
+    Args:
+        n: Knows the form of each value.
+        var: The variable that holds the sum.
+        form: Its form, of several terms.
     """
-
-    def __init__(self, graph: Graph, normalizer: Normalizer) -> None:
-        self.graph = graph
-        self.normalizer = normalizer
-
-    def is_open(self, var: core.Var, form: Form) -> bool:
-        """Whether a sum may be a part of a larger one.
-
-        Args:
-            var: The variable that holds the sum.
-            form: Its form, of several terms.
-        """
-        if self._is_merged_weight(form):
-            return True
-        ends = list(self._ends(var))
-        if len(ends) == 1 and self._is_thin(form, *ends[0]):
-            return True
-        return not ends
-
-    def _ends(self, var: core.Var) -> Iterator[tuple[Any, core.Var]]:
-        """Yields what reads a sum, or a multiple of it, and does not add to it.
-
-        Each is an equation, or None for the jaxpr's results, and the value it reads.
-        """
-        todo = [var]
-        while todo:
-            value = todo.pop()
-            for number in self.graph.users[value]:
-                eqn = None if number == RESULT else self.graph.jaxpr.eqns[number]
-                if eqn is None or not (
-                    eqn.primitive.name in ADDS or carries(eqn, value)
-                ):
-                    yield eqn, value
-                elif eqn.primitive.name not in ADDS:
-                    todo += eqn.outvars
-
-    def _is_merged_weight(self, form: Form) -> bool:
-        """Whether a sum is a weight with products of low rank added to it.
-
-        A residual stream to which a narrow layer is added has the same form, but for
-        arrays that are computed from the stream itself or by another matrix product.
-        """
-        plain = [t for t in form.terms if t.rounded is None]
-        products = [t for t in form.terms if t.rounded is not None]
-        size = self.normalizer.indices.size_of(form.indices)
-        if len(plain) != 1 or not products:
-            return False
-        ranks = [self._summed(term, form) for term in products]
-        if any(r > MAX_RANK or (r * RANK_FRACTION) ** 2 > size for r in ranks):
-            return False
-        weight, factors = (
-            {
-                f.var
-                for t in terms
-                for f in t.factors
-                if isinstance(f.var, core.Var) and len(f.indices) > 1
-            }
-            for terms in (plain, products)
-        )
-        for var in self.graph.ancestors(factors):
-            eqn = self.graph.equation(var)
-            if var in weight or (eqn and eqn.primitive.name in PRODUCTS):
-                return False
+    if _is_merged_weight(n, form):
         return True
+    ends = list(_ends(n.graph, var))
+    return not ends or (len(ends) == 1 and _is_thin(n, form, *ends[0]))
 
-    def _is_thin(self, form: Form, eqn: Any, value: core.Var) -> bool:
-        """Whether a product reads a sum of rows of low rank, as of several A."""
-        if eqn is None or eqn.primitive.name != "dot_general":
+
+def _ends(graph: Graph, var: core.Var) -> Iterator[tuple[Any, core.Var]]:
+    """Yields what reads a sum, or a multiple of it, and does not add to it.
+
+    Each is an equation, or None for the jaxpr's results, and the value it reads.
+    """
+    todo = [var]
+    while todo:
+        value = todo.pop()
+        for number in graph.users[value]:
+            eqn = None if number == RESULT else graph.jaxpr.eqns[number]
+            if eqn is None or not (eqn.primitive.name in ADDS or carries(eqn, value)):
+                yield eqn, value
+            elif eqn.primitive.name not in ADDS:
+                todo += eqn.outvars
+
+
+def _is_merged_weight(n: Normalizer, form: Form) -> bool:
+    """Whether a sum is a weight with products of low rank added to it.
+
+    A residual stream to which a narrow layer is added has the same form, but for arrays
+    that are computed from the stream itself or by another matrix product.
+    """
+    plain = [t for t in form.terms if t.rounded is None]
+    products = [t for t in form.terms if t.rounded is not None]
+    size = n.indices.size_of(form.indices)
+    if len(plain) != 1 or not products:
+        return False
+    ranks = [_summed(n, term, form) for term in products]
+    if any(r > MAX_RANK or (r * RANK_FRACTION) ** 2 > size for r in ranks):
+        return False
+    weight, factors = (
+        {
+            f.var
+            for t in terms
+            for f in t.factors
+            if isinstance(f.var, core.Var) and len(f.indices) > 1
+        }
+        for terms in (plain, products)
+    )
+    for var in n.graph.ancestors(factors):
+        eqn = n.graph.equation(var)
+        if var in weight or (eqn and eqn.primitive.name in PRODUCTS):
             return False
-        contracted, _ = eqn.params["dimension_numbers"]
-        aval: Any = value.aval
-        ranks = [
-            math.prod(aval.shape[axis] for axis in axes)
-            for atom, axes in zip(eqn.invars, contracted, strict=True)
-            if atom is value
-        ]
-        return (
-            len(ranks) == 1
-            and ranks[0] <= MAX_RANK
-            and all(
-                t.rounded is not None
-                and self._summed(t, form) >= ranks[0] * RANK_FRACTION
-                for t in form.terms
-            )
-        )
+    return True
 
-    def _summed(self, term: Term, form: Form) -> int:
-        """Returns the number of products that each element of a term sums."""
-        held = itertools.chain.from_iterable(f.indices for f in term.factors)
-        return self.normalizer.indices.size_of({*held} - {*form.indices})
+
+def _is_thin(n: Normalizer, form: Form, eqn: Any, value: core.Var) -> bool:
+    """Whether a product reads a sum of rows of low rank, as of several A."""
+    if eqn is None or eqn.primitive.name != "dot_general":
+        return False
+    contracted, _ = eqn.params["dimension_numbers"]
+    aval: Any = value.aval
+    ranks = [
+        math.prod(aval.shape[axis] for axis in axes)
+        for atom, axes in zip(eqn.invars, contracted, strict=True)
+        if atom is value
+    ]
+    return (
+        len(ranks) == 1
+        and ranks[0] <= MAX_RANK
+        and all(
+            t.rounded is not None and _summed(n, t, form) >= ranks[0] * RANK_FRACTION
+            for t in form.terms
+        )
+    )
+
+
+def _summed(n: Normalizer, term: Term, form: Form) -> int:
+    """Returns the number of products that each element of a term sums."""
+    held = itertools.chain.from_iterable(f.indices for f in term.factors)
+    return n.indices.size_of({*held} - {*form.indices})

@@ -7,7 +7,7 @@ dimension). That array is a `Factor` with a `Choice`; it is never computed.
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,18 +19,21 @@ from jaxlora.fuse.graph import Graph
 from jaxlora.fuse.normal_forms.forms import (
     Atom,
     Choice,
-    Dims,
     Factor,
     Form,
+    Index,
     Indices,
     Opaque,
     Term,
     align,
     constant,
+    fresh,
+    is_float,
     multiply,
     sum_over,
+    unify_axes,
 )
-from jaxlora.fuse.site import Index
+from jaxlora.fuse.normal_forms.normal import Normalizer, is_arithmetic
 
 _CHOICE_DTYPE = np.dtype(np.int32)
 
@@ -51,19 +54,16 @@ def value_key(graph: Graph, atom: Atom, depth: int = 6) -> Hashable:
     return eqn.primitive.name, params, inputs
 
 
-def gather_form(table: Form, rows: Form, key: Hashable, eqn: Any) -> Form:
-    """Returns the form of rows of a table that are chosen along one of its axes.
-
-    Args:
-        table: The form of the table, with indices of its own.
-        rows: The form of the entries' numbers; its last dimension has size 1.
-        key: The value key of the entries' numbers.
-        eqn: The gather.
-    """
+def gather_form(n: Normalizer, eqn: Any) -> Form:
+    """Returns the form of rows of a table that are chosen along one of its axes."""
+    if not is_arithmetic(eqn.invars[0].aval):
+        raise Opaque
+    ids = _entries_of(n.graph, eqn)
+    key, table = value_key(n.graph, ids), fresh(n.indices, n.form(eqn.invars[0]))
+    rows = _entries(n, ids)  # its last dimension has size 1
     axis, offset_dims = _gather_axis(eqn, len(table.dims))
     entry = table.dims[axis]
-    choice = Choice(key, False, _outside(eqn.params))
-    chosen = _choice_term(rows, entry, choice)
+    chosen = _choice_term(rows, entry, Choice(key, False, _outside(eqn.params)))
     out = len(eqn.outvars[0].aval.shape)
     inner = [d for i, d in enumerate(table.dims) if i != axis]
     if len(offset_dims) > len(inner):  # the axis is kept, with size 1
@@ -73,7 +73,14 @@ def gather_form(table: Form, rows: Form, key: Hashable, eqn: Any) -> Form:
     return multiply(table, Form(rows.dims, (chosen,)), dims)
 
 
-def entries_of(graph: Graph, eqn: Any) -> Atom:
+def _entries(n: Normalizer, atom: Atom) -> Form:
+    """Returns the form of numbers of entries; those that are chosen are an array."""
+    form = n.form(atom)
+    is_chosen = any(f.choice for t in form.terms for f in t.factors)
+    return n.leaf(atom) if is_chosen else form
+
+
+def _entries_of(graph: Graph, eqn: Any) -> Atom:
     """Returns the array that holds the entry that each row of a gather chooses.
 
     Under vmap, an index is given for each axis of the table. Those along whole axes are
@@ -136,18 +143,47 @@ def other_fill(params: dict[str, Any]) -> float | None:
     return float(fill) if is_filled and fill == fill and fill != 0 else None
 
 
-def chosen_form(
-    indices: Indices, forms: Sequence[Form]
-) -> tuple[list[tuple[float, Factor | None]], Form]:
-    """Returns a number and a table for each operand, and the form of one of them.
+def or_chosen(form: Callable[[Normalizer, Any], Form], n: Normalizer, eqn: Any) -> Form:
+    """Applies a rule, or the one of functions of entries that each row chooses."""
+    try:
+        return form(n, eqn)
+    except Opaque:
+        return chosen_form(n, eqn)
+
+
+def chosen_form(n: Normalizer, eqn: Any) -> Form:
+    """Returns the form of a function by element of entries that each row chooses.
 
     Rows choose an entry of one number from each table, all in the same way, so that a
     function of what they choose is a choice from a table of the function.
-
-    Args:
-        indices: The indices of all forms.
-        forms: The forms of the operands of a function by element.
     """
+    if not is_float(eqn.outvars[0].aval):
+        raise Opaque
+    tables, form = _tables(n.indices, [n.form(v) for v in eqn.invars])
+    arrays = [table for _, table in tables if table is not None]
+    size = n.indices.size_of(arrays[0].indices)
+
+    def function(*values: Any) -> Any:
+        rest, operands = iter(values), []
+        for (number, table), v in zip(tables, eqn.invars, strict=True):
+            value = jnp.ones(size) if table is None else next(rest)
+            value = value.reshape(-1).astype(v.aval.dtype)
+            operands.append(value if number == 1 else value * number)
+        return eqn.primitive.bind(*operands, **eqn.params)
+
+    var = n.add(eqn, function, [table.var for table in arrays])
+    (term,) = form.terms
+    choice = next(f for f in term.factors if f.choice)
+    aval: Any = var.aval
+    table = Factor(var, (choice.dims[-1],), aval.dtype)
+    chosen = dataclasses.replace(term, coefficient=1.0, factors=(table, choice))
+    return Form(form.dims, (dataclasses.replace(chosen, groups=()),))
+
+
+def _tables(
+    indices: Indices, forms: Sequence[Form]
+) -> tuple[list[tuple[float, Factor | None]], Form]:
+    """Returns a number and a table for each operand, and the form of one of them."""
     tables: list[tuple[float, Factor | None]] = []
     first: Form | None = None
     for form in forms:
@@ -200,23 +236,20 @@ def _choice_term(rows: Form, entry: tuple[Index, ...], choice: Choice) -> Term:
     return dataclasses.replace(term, factors=(chosen,), groups=())
 
 
-def one_hot_form(first: Form, second: Form, graph: Graph) -> Form:
-    """Returns the form of `entries == iota`.
-
-    Args:
-        first: The form of one side.
-        second: The form of the other side.
-        graph: The jaxpr.
-    """
+def one_hot_form(n: Normalizer, eqn: Any) -> Form:
+    """Returns the form of `entries == iota`."""
+    first, second = (_entries(n, v) for v in eqn.invars)
+    if len(first.dims) != len(second.dims):
+        raise Opaque
     for rows, iota in ((first, second), (second, first)):
-        size = _iota_size(iota, graph)
+        size = _iota_size(n.graph, iota)
         if size is None or len(rows.terms) != 1 or len(rows.terms[0].factors) != 1:
             continue
         (dim,) = (d for d in iota.dims if d)
         factor = rows.terms[0].factors[0]
         if set(factor.indices) & set(dim):
             continue
-        choice = Choice(value_key(graph, factor.var), False, "zero")
+        choice = Choice(value_key(n.graph, factor.var), False, "zero")
         bare = Form(tuple(d for d in rows.dims if d != dim), rows.terms)
         term = _choice_term(bare, dim, choice)
         dims = tuple(a or b for a, b in zip(rows.dims, iota.dims, strict=True))
@@ -224,7 +257,7 @@ def one_hot_form(first: Form, second: Form, graph: Graph) -> Form:
     raise Opaque
 
 
-def _iota_size(form: Form, graph: Graph) -> int | None:
+def _iota_size(graph: Graph, form: Form) -> int | None:
     """Returns the size of an iota along its only dimension; None: it is not an iota."""
     if len(form.terms) != 1 or len(form.terms[0].factors) != 1:
         return None
@@ -239,53 +272,25 @@ def _iota_size(form: Form, graph: Graph) -> int | None:
     return shape[axis] if shape[axis] - 1 <= jnp.iinfo(dtype).max else None
 
 
-def ragged_dot_form(
-    indices: Indices, left: Form, right: Form, sizes: Atom, key: Hashable, eqn: Any
-) -> Form:
-    """Returns the form of a product of consecutive rows with an entry of a table.
-
-    Args:
-        indices: The indices of all forms.
-        left: The form of the rows.
-        right: The form of the table, with indices of its own.
-        sizes: The number of rows of each entry.
-        key: The value key of `sizes`.
-        eqn: The ragged dot.
-    """
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
+def ragged_dot_form(n: Normalizer, eqn: Any) -> Form:
+    """Returns the form of a product of consecutive rows with an entry of a table."""
+    numbers, sizes = eqn.params["ragged_dot_dimension_numbers"], eqn.invars[2]
     (contract_l, contract_r), (batch_l, _) = numbers.dot_dimension_numbers
     ragged, group = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     if batch_l or len(contract_l) != 1 or len(ragged) != 1 or len(group) != 1:
         raise Opaque
     if ragged[0] in contract_l:
         raise Opaque
-    left, right = _unify_axis(indices, left, right, contract_l[0], contract_r[0])
-    rows, entry = left.dims[ragged[0]], right.dims[group[0]]
-    choice = Factor(
-        sizes, (rows, entry), _CHOICE_DTYPE, choice=Choice(key, True, "zero")
-    )
+    left, right = (n.form(v) for v in eqn.invars[:2])
+    right = fresh(n.indices, right)
+    left, right = unify_axes(n.indices, left, right, contract_l, contract_r)
+    dims = (left.dims[ragged[0]], right.dims[group[0]])
+    how = Choice(value_key(n.graph, sizes), True, "zero")
+    choice = Factor(sizes, dims, _CHOICE_DTYPE, choice=how)
     free_r = [d for i, d in enumerate(right.dims) if i not in (*contract_r, *group)]
     free_l = [d for i, d in enumerate(left.dims) if i not in contract_l]
     dims = (*free_l, *free_r)
     product = multiply(left, right, dims)
     product = multiply(product, Form(dims, (Term(1.0, (choice,)),)), dims)
     summed = left.dims[contract_l[0]]
-    return sum_over(indices, product, summed, eqn.outvars[0].aval.dtype)
-
-
-def _unify_axis(
-    indices: Indices, left: Form, right: Form, axis_l: int, axis_r: int
-) -> tuple[Form, Form]:
-    """Gives an axis of each of two forms the same indices."""
-    order = [axis_l, *(i for i in range(len(left.dims)) if i != axis_l)]
-    first = Form(tuple(left.dims[i] for i in order), left.terms)
-    own = [d for i, d in enumerate(right.dims) if i != axis_r]
-    blank: Dims = ((),) * (len(order) - 1)
-    second = Form((right.dims[axis_r], *blank), right.terms)
-    first, aligned = align(indices, first, second)
-    back = [order.index(i) for i in range(len(order))]
-    dims = [*own]
-    dims.insert(axis_r, first.dims[0])
-    return Form(tuple(first.dims[i] for i in back), first.terms), Form(
-        tuple(dims), aligned.terms
-    )
+    return sum_over(n.indices, product, summed, eqn.outvars[0].aval.dtype)

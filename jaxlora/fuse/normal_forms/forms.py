@@ -16,10 +16,9 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxlora.fuse.site import Index, Operand
-
 MAX_TERMS = 8  # a value with more is an opaque array
 
+Index = int  # names one dimension, or a part of one, of the arrays of a sum
 Dims = tuple[tuple[Index, ...], ...]
 Atom = core.Var | core.Literal
 Names = dict[Index, tuple[Index, ...]]
@@ -48,7 +47,8 @@ class Factor:
 
     Attributes:
         var: The array.
-        dims: The indices that make up each of its dimensions.
+        dims: The indices that make up each of its dimensions, slowest first. A
+            dimension of size 1 has none.
         dtype: The dtype to which it was cast.
         keeps: For a mask of truth values, or of zeros and ones, the value that means 1;
             None for other arrays.
@@ -64,34 +64,32 @@ class Factor:
 
     @property
     def indices(self) -> tuple[Index, ...]:
-        return tuple(i for dim in self.dims for i in dim)
+        return tuple(itertools.chain.from_iterable(self.dims))
 
     @property
     def is_number(self) -> bool:
         """Whether it is neither a mask nor a choice."""
         return self.keeps is None and self.choice is None
 
-    @property
-    def operand(self) -> Operand:
-        """The array as an operand of a site."""
-        return Operand(var=self.var, dims=self.dims, dtype=self.dtype)
+    def renamed(self, names: Names) -> "Factor":
+        """Returns the array with other indices."""
+        dims = _rename_dims(self.dims, names)
+        return Factor(self.var, dims, self.dtype, self.keeps, self.choice)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Group:
-    """A variable that holds a number times some of the factors of a term.
+    """An array that holds a number times one or several of the factors of a term.
 
     Attributes:
         number: The number.
-        var: The variable.
-        dims: What its dimensions stand for.
+        array: The array.
         members: Positions of the factors.
         equations: The equations that computed it.
     """
 
     number: float
-    var: Atom
-    dims: Dims
+    array: Factor
     members: frozenset[int]
     equations: frozenset[int]
 
@@ -191,16 +189,16 @@ class Indices:
 
     def unify(
         self, first: Sequence[Index], second: Sequence[Index]
-    ) -> tuple[tuple[Index, ...], Names, Names]:
+    ) -> tuple[Names, Names]:
         """Names the parts of one dimension that two arrays split differently.
 
         Returns:
-            New indices, and what to replace each array's indices by.
+            What to replace each array's indices by.
         """
         one, two = [*first], [*second]
         sizes = _refine([self.sizes[i] for i in one], [self.sizes[i] for i in two])
         new = tuple(map(self.new, sizes))
-        return new, self._parts(one, new), self._parts(two, new)
+        return self._parts(one, new), self._parts(two, new)
 
     def _parts(self, indices: list[Index], new: tuple[Index, ...]) -> Names:
         parts, rest = {}, list(new)
@@ -246,13 +244,20 @@ def _rename_dims(dims: Dims, names: Names) -> Dims:
 
 def rename_term(term: Term, names: Names) -> Term:
     """Replaces indices in a term."""
-    factors = tuple(
-        dataclasses.replace(f, dims=_rename_dims(f.dims, names)) for f in term.factors
-    )
+    factors = tuple(f.renamed(names) for f in term.factors)
     groups = tuple(
-        dataclasses.replace(g, dims=_rename_dims(g.dims, names)) for g in term.groups
+        Group(g.number, g.array.renamed(names), g.members, g.equations)
+        for g in term.groups
     )
-    return dataclasses.replace(term, factors=factors, groups=groups)
+    return Term(
+        term.coefficient,
+        factors,
+        term.rounded,
+        term.restored,
+        term.precisions,
+        groups,
+        term.equations,
+    )
 
 
 def rename(form: Form, names: Names) -> Form:
@@ -272,13 +277,35 @@ def align(indices: Indices, first: Form, second: Form) -> tuple[Form, Form]:
     two: Names = {}
     for a, b in zip(first.dims, second.dims, strict=True):
         if a != b and a and b:
-            _, in_one, in_two = indices.unify(a, b)
+            in_one, in_two = indices.unify(a, b)
             one |= in_one
             two |= in_two
     first, second = rename(first, one), rename(second, two)
     pairs = list(zip(first.dims, second.dims, strict=True))
     dims = tuple(a or b for a, b in pairs)
     return Form(dims, first.terms), Form(dims, second.terms)
+
+
+def unify_axes(
+    indices: Indices,
+    left: Form,
+    right: Form,
+    axes_l: Sequence[int],
+    axes_r: Sequence[int],
+) -> tuple[Form, Form]:
+    """Gives pairs of axes of two forms the same indices."""
+    names_l: Names = {}
+    names_r: Names = {}
+    for axis_l, axis_r in zip(axes_l, axes_r, strict=True):
+        dim_l, dim_r = left.dims[axis_l], right.dims[axis_r]
+        sizes_l, sizes_r = ([indices.sizes[i] for i in dim] for dim in (dim_l, dim_r))
+        if sizes_l == sizes_r:  # keep the names of the left, so that equal ones stay so
+            names_r |= {j: (i,) for i, j in zip(dim_l, dim_r, strict=True)}
+            continue
+        in_l, in_r = indices.unify(dim_l, dim_r)
+        names_l |= in_l
+        names_r |= in_r
+    return rename(left, names_l), rename(right, names_r)
 
 
 def fresh(indices: Indices, form: Form) -> Form:
@@ -382,8 +409,7 @@ def constant(form: Form) -> float | None:
 def sum_of_constants(eqn: Any, first: Form, second: Form) -> float | None:
     """Returns the sum or difference of two known scalars in the result's dtype."""
     aval, numbers = eqn.outvars[0].aval, (constant(first), constant(second))
-    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-    if aval.shape or not is_float or None in numbers:
+    if aval.shape or not is_float(aval) or None in numbers:
         return None
     one, other = (aval.dtype.type(number) for number in numbers)
     return float(one - other if eqn.primitive.name == "sub" else one + other)
@@ -401,6 +427,19 @@ def is_moderate(number: float, dtype: Any) -> bool:
         return True
     limit = 2.0 ** min(jnp.finfo(dtype).maxexp // 4, 16)
     return 1 / limit <= abs(number) <= limit
+
+
+def cast_term(term: Term, dtype: np.dtype) -> Term:
+    """Returns a product whose arrays are cast to a dtype, but for masks and choices."""
+    factors = (
+        dataclasses.replace(f, dtype=dtype) if f.is_number else f for f in term.factors
+    )
+    return dataclasses.replace(term, factors=tuple(factors))
+
+
+def is_float(aval: Any) -> bool:
+    """Returns whether an array has floating-point numbers."""
+    return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def only_masks(form: Form) -> bool:

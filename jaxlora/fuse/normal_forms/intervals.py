@@ -1,6 +1,7 @@
-"""Bounds of the elements of an array, as they follow from how it was computed.
+"""The rule of arrays that are made whole numbers, by bounds of their elements.
 
-They tell that the floor of a number from 0.8 to 1.8 is a mask of zeros and ones.
+The bounds follow from how an array was computed. They tell that the floor of a number
+from 0.8 to 1.8 is a mask of zeros and ones.
 """
 
 import operator
@@ -13,7 +14,8 @@ from jax import lax
 from jax.extend import core
 
 from jaxlora.fuse.graph import Graph
-from jaxlora.fuse.normal_forms.forms import Atom
+from jaxlora.fuse.normal_forms.forms import Atom, Factor, Form, Opaque, Term, is_float
+from jaxlora.fuse.normal_forms.normal import Normalizer
 
 Bounds = tuple[Any, Any]  # the smallest and the largest value, in the array's dtype
 _DEPTH = 24  # equations between an array and what bounds it
@@ -29,13 +31,20 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
 }
 
 
-def is_zero_or_one(graph: Graph, atom: Atom) -> bool:
-    """Returns whether every element of an array of whole numbers is 0 or 1.
+def whole_form(n: Normalizer, eqn: Any) -> Form:
+    """Returns the form of an array of whole numbers, which is a mask of zeros and ones.
 
-    Args:
-        graph: The jaxpr.
-        atom: The array.
+    It is one if it is the floor of a number from 0.8 to 1.8, as in dropout.
     """
+    (out,) = eqn.outvars
+    if not is_float(out.aval) or not _is_zero_or_one(n.graph, out):
+        raise Opaque
+    dims = n.indices.new_dims(out.aval.shape)
+    return Form(dims, (Term(1.0, (Factor(out, dims, out.aval.dtype, keeps=True),)),))
+
+
+def _is_zero_or_one(graph: Graph, atom: Atom) -> bool:
+    """Returns whether every element of an array of whole numbers is 0 or 1."""
     found = _bounds(graph, atom, {}, _DEPTH)
     return found is not None and bool(found[0] >= 0 and found[1] <= 1)
 

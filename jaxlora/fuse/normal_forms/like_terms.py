@@ -10,6 +10,7 @@ from jaxlora.fuse.normal_forms.forms import (
     Dims,
     Factor,
     Form,
+    Index,
     Names,
     Term,
     constant,
@@ -18,7 +19,6 @@ from jaxlora.fuse.normal_forms.forms import (
     rename,
 )
 from jaxlora.fuse.normal_forms.normal import Normalizer
-from jaxlora.fuse.site import Index
 
 _OFFSETS = ("add", "sub")
 
@@ -124,17 +124,14 @@ def simplified(n: Normalizer, form: Form) -> Form:
     """
     form = merged(n, form)
     arrays = (f.var for t in form.terms for f in t.factors)
-    variables = dict.fromkeys(v for v in arrays if isinstance(v, core.Var))
-    for var in (v for v in variables if _is_offset(n, v)):
+    for var in dict.fromkeys(v for v in arrays if isinstance(v, core.Var)):
+        eqn = n.graph.equation(var)
+        if eqn is None or eqn.primitive.name not in _OFFSETS:
+            continue
         opened = merged(n, Form(form.dims, tuple(_opened(n, form.terms, var))))
         if len(opened.terms) < len(form.terms):
             form = opened
     return form
-
-
-def _is_offset(n: Normalizer, var: core.Var) -> bool:
-    eqn = n.graph.equation(var)
-    return eqn is not None and eqn.primitive.name in _OFFSETS
 
 
 def _opened(n: Normalizer, terms: Iterable[Term], var: core.Var) -> Iterator[Term]:

@@ -19,9 +19,10 @@ from jaxlora.fuse.normal_forms.forms import (
     Indices,
     Opaque,
     Term,
+    is_float,
     is_moderate,
 )
-from jaxlora.fuse.normal_forms.segments import Joiner
+from jaxlora.fuse.trace import inlined
 
 MAX_SAME = 6  # variables that hold the same product, but for a number; the latest
 MAX_FACTORS = 12  # a value with a longer product is an opaque array
@@ -61,8 +62,6 @@ class Normalizer:
         forms: The form of each variable that was computed.
         graph: The jaxpr.
         number: The number of the present equation.
-        joiner: Makes one term of concatenated segments.
-        added: Equations of new variables, which forms may have.
     """
 
     def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
@@ -78,8 +77,6 @@ class Normalizer:
         self.indices = Indices()
         self.forms: dict[core.Var, Form] = {}
         self.number = -1
-        self.added: list[Any] = []
-        self.joiner = Joiner(self.indices, graph, self.add)
         self._reciprocals: dict[Any, core.Var] = {}
 
     def leaf(self, atom: Atom) -> Form:
@@ -135,17 +132,10 @@ class Normalizer:
             raise Opaque
         with eqn.ctx.manager:
             made = jax.make_jaxpr(function)(*(atom.aval for atom in atoms))
-        env: dict[Any, Any] = dict(zip(made.invars, atoms, strict=True))
-        for var, value in zip(made.constvars, made.consts, strict=True):
-            env[var] = core.Literal(value, var.aval)
-        for inner in made.eqns:
-            for out in inner.outvars:
-                env[out] = core.Var(out.aval)
-            read = [v if isinstance(v, core.Literal) else env[v] for v in inner.invars]
-            new = inner.replace(invars=read, outvars=[env[v] for v in inner.outvars])
-            self.added.append(new)
-            self.graph.added.update(dict.fromkeys(new.outvars, new))
-        return env[made.outvars[0]]
+        eqns, (result,) = inlined(made, atoms)
+        for new in eqns:
+            self.graph.added |= dict.fromkeys(new.outvars, new)
+        return result
 
     def reciprocal(self, form: Form, eqn: Any) -> Form:
         """Returns the form of 1 divided by a product of arrays.
@@ -159,9 +149,8 @@ class Normalizer:
             raise Opaque
         for factor in term.factors:
             aval: Any = factor.var.aval
-            is_float = jnp.issubdtype(factor.dtype, jnp.floating)
             is_number = factor.is_number and isinstance(factor.var, core.Var)
-            if not is_number or not is_float or aval.dtype != factor.dtype:
+            if not is_number or not is_float(factor) or aval.dtype != factor.dtype:
                 raise Opaque
             if factor.var not in self._reciprocals:
                 self._reciprocals[factor.var] = self.add(eqn, _inverted, [factor.var])
@@ -208,7 +197,9 @@ def _finish(
     if len(terms) > 1 or not term.factors or not term.coefficient or is_bare:
         return dataclasses.replace(term, equations=equations)
     everything = frozenset(range(len(term.factors)))
-    group = Group(term.coefficient, out, form.dims, everything, equations)
+    aval: Any = out.aval
+    array = Factor(out, form.dims, aval.dtype)
+    group = Group(term.coefficient, array, everything, equations)
     parts = [g for g in term.groups if g.members != everything]
     same = [g for g in term.groups if g.members == everything and not rounds]
     groups = (group, *same[: MAX_SAME - 1], *parts)

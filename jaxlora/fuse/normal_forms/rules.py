@@ -5,49 +5,45 @@ A rule returns the form of an equation's result, or raises `Opaque`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxlora.fuse.normal_forms.casts import (
-    cast_term,
-    convert_form,
-    is_float,
-    whole_form,
-)
 from jaxlora.fuse.normal_forms.choose import (
     chosen_form,
-    entries_of,
     gather_form,
     one_hot_form,
+    or_chosen,
     ragged_dot_form,
-    value_key,
 )
 from jaxlora.fuse.normal_forms.forms import (
     Factor,
     Form,
-    Names,
+    Index,
     Opaque,
     Term,
     align,
+    cast_term,
     constant,
     flipped,
     fresh,
     holds,
+    is_float,
     multiply,
+    narrower,
     only_masks,
     rename,
     scaled,
     sum_of_constants,
     sum_over,
+    unify_axes,
 )
+from jaxlora.fuse.normal_forms.intervals import whole_form
 from jaxlora.fuse.normal_forms.like_terms import merged
 from jaxlora.fuse.normal_forms.normal import Normalizer, Rule, is_arithmetic
-from jaxlora.fuse.normal_forms.segments import read_segments
-from jaxlora.fuse.site import Index
+from jaxlora.fuse.normal_forms.segments import concatenate_form
 
 
 def _add(n: Normalizer, eqn) -> Form:
@@ -222,8 +218,8 @@ def _dot(n: Normalizer, eqn) -> Form:
     (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
     left, right = (_read(n.form(v), v.aval.dtype) for v in eqn.invars)
     right = fresh(n.indices, right)
-    left, right = _unify_axes(
-        n, left, right, (*contract_l, *batch_l), (*contract_r, *batch_r)
+    left, right = unify_axes(
+        n.indices, left, right, (*contract_l, *batch_l), (*contract_r, *batch_r)
     )
     summed = [i for axis in contract_l for i in left.dims[axis]]
     free_l = [d for i, d in enumerate(left.dims) if i not in (*contract_l, *batch_l)]
@@ -279,98 +275,45 @@ def _constrained(n: Normalizer, eqn) -> Form:
     return form
 
 
-def _unify_axes(
-    n: Normalizer, left: Form, right: Form, axes_l: Sequence[int], axes_r: Sequence[int]
-) -> tuple[Form, Form]:
-    """Gives pairs of axes of two forms the same indices."""
-    names_l: Names = {}
-    names_r: Names = {}
-    for i, j in zip(axes_l, axes_r, strict=True):
-        sizes_l = [n.indices.sizes[x] for x in left.dims[i]]
-        sizes_r = [n.indices.sizes[x] for x in right.dims[j]]
-        if sizes_l == sizes_r:  # keep the names of the left, so that equal ones stay so
-            pairs = zip(right.dims[j], left.dims[i], strict=True)
-            names_r |= {x: (y,) for x, y in pairs}
-            continue
-        _, in_l, in_r = n.indices.unify(left.dims[i], right.dims[j])
-        names_l |= in_l
-        names_r |= in_r
-    return rename(left, names_l), rename(right, names_r)
-
-
-def _gather(n: Normalizer, eqn) -> Form:
-    table = eqn.invars[0]
-    if not is_arithmetic(table.aval):
+def _convert(n: Normalizer, eqn) -> Form:
+    (source,), (out,) = eqn.invars, eqn.outvars
+    dtype = out.aval.dtype
+    if not is_float(out.aval) or dtype.itemsize < 2:
         raise Opaque
-    rows = entries_of(n.graph, eqn)
-    key, form = value_key(n.graph, rows), fresh(n.indices, n.form(table))
-    return gather_form(form, _entries(n, rows), key, eqn)
+    form = n.form(source)
+    number = constant(form)
+    if number is not None:
+        return Form(form.dims, (Term(float(dtype.type(number)), ()),))
+    if not (source.aval.dtype == bool or is_float(source.aval)):
+        return whole_form(n, eqn)
+    is_sum = any(t.rounded is not None for t in form.terms)
+    if not is_sum and any(_was_rounded(f) for t in form.terms for f in t.factors):
+        form = n.leaf(source)  # what was rounded stays so if it is cast back
+    restored = is_sum and not holds(source.aval.dtype, dtype)
+    if is_sum:
+        return Form(form.dims, tuple(_rounded(t, dtype, restored) for t in form.terms))
+    return Form(form.dims, tuple(cast_term(term, dtype) for term in form.terms))
 
 
-def _entries(n: Normalizer, atom: Any) -> Form:
-    """Returns the form of numbers of entries; those that are chosen are an array."""
-    form = n.form(atom)
-    is_chosen = any(f.choice for t in form.terms for f in t.factors)
-    return n.leaf(atom) if is_chosen else form
+def _rounded(term: Term, dtype: np.dtype, restored: bool) -> Term:
+    """Rounds a term of a sum with matrix products; arrays beside them are not cast."""
+    if term.rounded is None:
+        return term
+    return dataclasses.replace(
+        term,
+        rounded=narrower(term.rounded, dtype),
+        restored=term.restored or restored,
+    )
 
 
-def _eq(n: Normalizer, eqn) -> Form:
-    first, second = (_entries(n, v) for v in eqn.invars)
-    if len(first.dims) != len(second.dims):
-        raise Opaque
-    return one_hot_form(first, second, n.graph)
+def _was_rounded(factor: Factor) -> bool:
+    """Returns whether a factor is cast to a smaller dtype than its array's."""
+    aval: Any = factor.var.aval
+    return factor.is_number and factor.dtype.itemsize < aval.dtype.itemsize
 
 
 def _ragged_dot(n: Normalizer, eqn) -> Form:
-    left, right, sizes = eqn.invars
-    key = value_key(n.graph, sizes)
-    table = fresh(n.indices, n.form(right))
-    product = ragged_dot_form(n.indices, n.form(left), table, sizes, key, eqn)
-    return _at_its_precision(n, product, eqn)
-
-
-def _concatenate(n: Normalizer, eqn) -> Form:
-    if not is_float(eqn.outvars[0].aval):
-        raise Opaque
-    segments = read_segments(n.indices, [n.form(v) for v in eqn.invars], eqn)
-    place, source, axis = n.joiner.source_of(segments)
-    form, dtype = n.form(source), segments.terms[0].factors[place].dtype
-    if len(form.terms) != 1 or dtype != source.aval.dtype:
-        form = n.leaf(source)
-        form = Form(form.dims, tuple(cast_term(term, dtype) for term in form.terms))
-    return n.joiner.join(segments, place, form, axis)
-
-
-def _or_chosen(form: Callable[[Normalizer, Any], Form], n: Normalizer, eqn) -> Form:
-    """Applies a rule, or the one of functions of entries that each row chooses."""
-    try:
-        return form(n, eqn)
-    except Opaque:
-        return _chosen(n, eqn)
-
-
-def _chosen(n: Normalizer, eqn) -> Form:
-    if not is_float(eqn.outvars[0].aval):
-        raise Opaque
-    tables, form = chosen_form(n.indices, [n.form(v) for v in eqn.invars])
-    arrays = [table for _, table in tables if table is not None]
-    size = n.indices.size_of(arrays[0].indices)
-
-    def function(*values: Any) -> Any:
-        rest, operands = iter(values), []
-        for (number, table), v in zip(tables, eqn.invars, strict=True):
-            value = jnp.ones(size) if table is None else next(rest)
-            value = value.reshape(-1).astype(v.aval.dtype)
-            operands.append(value if number == 1 else value * number)
-        return eqn.primitive.bind(*operands, **eqn.params)
-
-    var = n.add(eqn, function, [table.var for table in arrays])
-    (term,) = form.terms
-    choice = next(f for f in term.factors if f.choice)
-    aval: Any = var.aval
-    table = Factor(var, (choice.dims[-1],), aval.dtype)
-    chosen = dataclasses.replace(term, coefficient=1.0, factors=(table, choice))
-    return Form(form.dims, (dataclasses.replace(chosen, groups=()),))
+    return _at_its_precision(n, ragged_dot_form(n, eqn), eqn)
 
 
 def _rule(form: Callable[[Normalizer, Any], Form], *reads: str) -> Rule:
@@ -400,20 +343,20 @@ _PLACE = ("sharding", "layout", "context_mesh", "unconstrained_dims")
 _RAGGED = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
 
 RULES: dict[str, Rule] = {
-    "add": _rule(functools.partial(_or_chosen, _add)),
+    "add": _rule(functools.partial(or_chosen, _add)),
     "add_any": _rule(_add),
     "ceil": _rule(whole_form),
     "broadcast_in_dim": _rule(_expand_dims, "shape", "broadcast_dimensions"),
-    "concatenate": _rule(_concatenate, "dimension"),
-    "convert_element_type": _rule(functools.partial(_or_chosen, convert_form), *_CAST),
+    "concatenate": _rule(concatenate_form, "dimension"),
+    "convert_element_type": _rule(functools.partial(or_chosen, _convert), *_CAST),
     "copy": _rule(_identity),
     "copy_p": _rule(_identity),
-    "div": _rule(functools.partial(_or_chosen, _div)),
+    "div": _rule(functools.partial(or_chosen, _div)),
     "dot_general": _rule(_dot, *_DOT),
-    "eq": _rule(_eq),
+    "eq": _rule(one_hot_form),
     "floor": _rule(whole_form),
-    "gather": _rule(_gather, *_GATHER, *_PROMISES),
-    "mul": _rule(functools.partial(_or_chosen, _mul)),
+    "gather": _rule(gather_form, *_GATHER, *_PROMISES),
+    "mul": _rule(functools.partial(or_chosen, _mul)),
     "name": _rule(_identity, "name"),
     "neg": _rule(_neg),
     "not": _rule(_not),
@@ -426,6 +369,6 @@ RULES: dict[str, Rule] = {
     "sharding_constraint": _rule(_constrained, *_PLACE),
     "stop_gradient": _rule(_stop_gradient),
     "squeeze": _rule(_squeeze, "dimensions"),
-    "sub": _rule(functools.partial(_or_chosen, _add)),
+    "sub": _rule(functools.partial(or_chosen, _add)),
     "transpose": _rule(_transpose, "permutation"),
-} | {name: _rule(_chosen, "accuracy", "y") for name in _POINTWISE}
+} | {name: _rule(chosen_form, "accuracy", "y") for name in _POINTWISE}

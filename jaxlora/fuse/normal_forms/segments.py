@@ -6,8 +6,8 @@ equations are added to the jaxpr if a site reads them.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,18 +21,21 @@ from jaxlora.fuse.normal_forms.forms import (
     Dims,
     Factor,
     Form,
+    Index,
     Indices,
     Names,
     Opaque,
     Term,
+    cast_term,
     constant,
     fresh,
+    is_float,
     multiply,
     narrower,
     rename,
     rename_term,
 )
-from jaxlora.fuse.site import Index
+from jaxlora.fuse.normal_forms.normal import Normalizer
 
 _MIN_FACTORS = 3  # of a branch: x, A and B
 
@@ -58,15 +61,22 @@ class Segments:
     dims: Dims
 
 
-def read_segments(indices: Indices, forms: Sequence[Form], eqn: Any) -> Segments:
-    """Reads a concatenation; raises `Opaque` if its parts differ in more than arrays.
+def concatenate_form(n: Normalizer, eqn: Any) -> Form:
+    """Returns the form of a concatenation of branches, one for each segment of rows."""
+    if not is_float(eqn.outvars[0].aval):
+        raise Opaque
+    segments = _read(n, eqn)
+    place, source, axis = _source_of(n, segments)
+    form, dtype = n.form(source), segments.terms[0].factors[place].dtype
+    if len(form.terms) != 1 or dtype != source.aval.dtype:
+        form = n.leaf(source)
+        form = Form(form.dims, tuple(cast_term(term, dtype) for term in form.terms))
+    return _joined(n, segments, place, form, axis)
 
-    Args:
-        indices: The indices of all forms.
-        forms: The forms of the concatenated values.
-        eqn: The concatenation.
-    """
-    axis = eqn.params["dimension"]
+
+def _read(n: Normalizer, eqn: Any) -> Segments:
+    """Reads a concatenation whose parts differ in arrays alone; raises `Opaque`."""
+    axis, forms = eqn.params["dimension"], [n.form(v) for v in eqn.invars]
     parts = [form for form in forms if constant(form) != 0]
     is_branch = [len(f.terms) == 1 and bool(f.dims[axis]) for f in parts]
     if len(parts) < 2 or not all(is_branch):
@@ -76,7 +86,7 @@ def read_segments(indices: Indices, forms: Sequence[Form], eqn: Any) -> Segments
         raise Opaque
     (row,) = first.dims[axis]
     terms = [first.terms[0]]
-    terms += [_renamed_like(indices, first, part, row) for part in parts[1:]]
+    terms += [_renamed_like(n.indices, first, part, row) for part in parts[1:]]
     numbers = iter(range(len(parts)))
     return Segments(
         eqn=eqn,
@@ -109,133 +119,122 @@ def _renamed_like(indices: Indices, first: Form, part: Form, row: Index) -> Term
     return renamed.terms[0]
 
 
-class Joiner:
-    """Merges the terms of segments into one.
+def _source_of(n: Normalizer, segments: Segments) -> tuple[int, Any, int]:
+    """Finds x; returns its position, the variable, and the axis of its rows."""
+    for place, factor in enumerate(segments.terms[0].factors):
+        source = _source(n, segments, place)
+        if source is not None and factor.is_number:
+            return place, *source
+    raise Opaque
 
-    Attributes:
-        indices: The indices of all forms.
-        graph: The jaxpr.
+
+def _source(n: Normalizer, segments: Segments, place: int) -> tuple[Any, int] | None:
+    """Returns the array whose consecutive slices a factor is, and their axis."""
+    dims = segments.terms[0].factors[place].dims
+    if (segments.row,) not in dims:
+        return None
+    axis, found = dims.index((segments.row,)), set()
+    start = 0
+    for size, entry in zip(segments.sizes, segments.entries, strict=True):
+        if entry >= 0:
+            var = segments.terms[entry].factors[place].var
+            found.add(_slice_of(n.graph, var, axis, start))
+        start += size
+    source = found.pop()
+    if found or source is None or source.aval.shape[axis] != start:
+        return None
+    return source, axis
+
+
+def _joined(
+    n: Normalizer, segments: Segments, place: int, form: Form, axis: int
+) -> Form:
+    """Returns the form of the concatenation.
+
+    Args:
+        n: Knows the form of each value.
+        segments: The segments.
+        place: Position of x among the factors.
+        form: The form of the whole x.
+        axis: The axis of x's rows.
     """
+    first = segments.terms[0]
+    form, rows, block_rows = _split_rows(n, segments, form, axis)
+    names: Names = {segments.row: rows}
+    replaced: Names = {}
+    for mine, theirs in zip(first.factors[place].dims, form.dims, strict=True):
+        if mine != (segments.row,) and mine:
+            in_mine, in_theirs = n.indices.unify(mine, theirs)
+            names |= in_mine
+            replaced |= in_theirs
+    entry = n.indices.new(len(segments.terms))
+    factors = [
+        _table(n, segments, i, entry) for i in range(len(first.factors)) if i != place
+    ]
+    coefficient, scales = _scales(segments, entry)
+    term = Term(
+        coefficient,
+        (*factors, *scales, _choice(n, segments, block_rows, entry)),
+        functools.reduce(narrower, (t.rounded for t in segments.terms)),
+        any(t.restored for t in segments.terms),
+        frozenset().union(*(t.precisions for t in segments.terms)),
+        equations=_equations(n.graph, segments, place),
+    )
+    term = rename_term(term, names)
+    dims = rename(Form(segments.dims, ()), names).dims
+    return multiply(rename(form, replaced), Form(dims, (term,)), dims)
 
-    def __init__(
-        self,
-        indices: Indices,
-        graph: Graph,
-        add: Callable[..., core.Var],
-    ) -> None:
-        self.indices = indices
-        self.graph = graph
-        self._add = add
 
-    def source_of(self, segments: Segments) -> tuple[int, Any, int]:
-        """Finds x; returns its position, the variable, and the axis of its rows."""
-        for place, factor in enumerate(segments.terms[0].factors):
-            source = self._source(segments, place)
-            if source is not None and factor.is_number:
-                return place, *source
-        raise Opaque
+def _split_rows(
+    n: Normalizer, segments: Segments, form: Form, axis: int
+) -> tuple[Form, tuple[Index, ...], tuple[Index, ...]]:
+    """Splits the rows of x into blocks that have one entry each, if it can."""
+    form = fresh(n.indices, form)
+    rows, size = form.dims[axis], math.gcd(*segments.sizes)
+    count = sum(segments.sizes) // size
+    try:
+        (blocks, inner), names = n.indices.split(rows, (count, size))
+    except Opaque:
+        return form, rows, rows
+    return rename(form, names), (*blocks, *inner), blocks
 
-    def _source(self, segments: Segments, place: int) -> tuple[Any, int] | None:
-        """Returns the array whose consecutive slices a factor is, and their axis."""
-        dims = segments.terms[0].factors[place].dims
-        if (segments.row,) not in dims:
-            return None
-        axis, found = dims.index((segments.row,)), set()
-        start = 0
-        for size, entry in zip(segments.sizes, segments.entries, strict=True):
-            if entry >= 0:
-                var = segments.terms[entry].factors[place].var
-                found.add(_slice_of(self.graph, var, axis, start))
-            start += size
-        source = found.pop()
-        if found or source is None or source.aval.shape[axis] != start:
-            return None
-        return source, axis
 
-    def join(self, segments: Segments, place: int, form: Form, axis: int) -> Form:
-        """Returns the form of the concatenation.
+def _equations(graph: Graph, segments: Segments, place: int) -> frozenset[int]:
+    """Returns the numbers of all equations of the segments, and of x's slices."""
+    sources = (t.factors[place].var for t in segments.terms)
+    slices = {graph.maker[v] for v in sources if isinstance(v, core.Var)}
+    return frozenset(slices).union(*(t.equations for t in segments.terms))
 
-        Args:
-            segments: The segments.
-            place: Position of x among the factors.
-            form: The form of the whole x.
-            axis: The axis of x's rows.
-        """
-        first = segments.terms[0]
-        form, rows, block_rows = self._split_rows(segments, form, axis)
-        names: Names = {segments.row: rows}
-        replaced: Names = {}
-        for mine, theirs in zip(first.factors[place].dims, form.dims, strict=True):
-            if mine != (segments.row,) and mine:
-                _, in_mine, in_theirs = self.indices.unify(mine, theirs)
-                names |= in_mine
-                replaced |= in_theirs
-        entry = self.indices.new(len(segments.terms))
-        factors = [
-            self._joined(segments, i, entry)
-            for i in range(len(first.factors))
-            if i != place
-        ]
-        coefficient, scales = _scales(segments, entry)
-        term = Term(
-            coefficient,
-            (*factors, *scales, self._choice(segments, block_rows, entry)),
-            _rounded(segments),
-            any(t.restored for t in segments.terms),
-            frozenset().union(*(t.precisions for t in segments.terms)),
-            equations=self._equations(segments, place),
-        )
-        term = rename_term(term, names)
-        dims = rename(Form(segments.dims, ()), names).dims
-        return multiply(rename(form, replaced), Form(dims, (term,)), dims)
 
-    def _split_rows(
-        self, segments: Segments, form: Form, axis: int
-    ) -> tuple[Form, tuple[Index, ...], tuple[Index, ...]]:
-        """Splits the rows of x into blocks that have one entry each, if it can."""
-        form = fresh(self.indices, form)
-        rows, size = form.dims[axis], math.gcd(*segments.sizes)
-        count = sum(segments.sizes) // size
-        try:
-            (blocks, inner), names = self.indices.split(rows, (count, size))
-        except Opaque:
-            return form, rows, rows
-        return rename(form, names), (*blocks, *inner), blocks
+def _choice(
+    n: Normalizer, segments: Segments, rows: tuple[Index, ...], entry: Index
+) -> Factor:
+    """Returns the choice of each block of rows."""
+    size = sum(segments.sizes) // n.indices.size_of(rows)
+    counts = [count // size for count in segments.sizes]
+    entries = np.repeat(np.asarray(segments.entries, np.int32), counts)
+    choice = Choice(("segments", entries.tobytes()), False, "zero")
+    literal = core.Literal(entries, jax.typeof(entries))
+    return Factor(literal, (rows, (entry,)), entries.dtype, choice=choice)
 
-    def _equations(self, segments: Segments, place: int) -> frozenset[int]:
-        """Returns the numbers of all equations of the segments, and of x's slices."""
-        sources = (t.factors[place].var for t in segments.terms)
-        slices = {self.graph.maker[v] for v in sources if isinstance(v, core.Var)}
-        return frozenset(slices).union(*(t.equations for t in segments.terms))
 
-    def _choice(
-        self, segments: Segments, rows: tuple[Index, ...], entry: Index
-    ) -> Factor:
-        """Returns the choice of each block of rows."""
-        size = sum(segments.sizes) // self.indices.size_of(rows)
-        counts = [n // size for n in segments.sizes]
-        entries = np.repeat(np.asarray(segments.entries, np.int32), counts)
-        choice = Choice(("segments", entries.tobytes()), False, "zero")
-        literal = core.Literal(entries, jax.typeof(entries))
-        return Factor(literal, (rows, (entry,)), entries.dtype, choice=choice)
-
-    def _joined(self, segments: Segments, place: int, entry: Index) -> Factor:
-        """Returns a factor of all segments."""
-        first = segments.terms[0].factors[place]
-        atoms = [t.factors[place].var for t in segments.terms]
-        if segments.row in first.indices:
-            source = self._source(segments, place)
-            if source is not None:
-                return dataclasses.replace(first, var=source[0])
-            if (segments.row,) not in first.dims or -1 in segments.entries:
-                raise Opaque
-            axis = first.dims.index((segments.row,))
-            joined = self._add(segments.eqn, lambda *v: jnp.concatenate(v, axis), atoms)
-            return dataclasses.replace(first, var=joined)
-        if all(atom is atoms[0] for atom in atoms):
-            return first
-        table = self._add(segments.eqn, lambda *v: jnp.stack(v), atoms)
-        return dataclasses.replace(first, var=table, dims=((entry,), *first.dims))
+def _table(n: Normalizer, segments: Segments, place: int, entry: Index) -> Factor:
+    """Returns a factor of all segments."""
+    first = segments.terms[0].factors[place]
+    atoms = [t.factors[place].var for t in segments.terms]
+    if segments.row in first.indices:
+        source = _source(n, segments, place)
+        if source is not None:
+            return dataclasses.replace(first, var=source[0])
+        if (segments.row,) not in first.dims or -1 in segments.entries:
+            raise Opaque
+        axis = first.dims.index((segments.row,))
+        joined = n.add(segments.eqn, lambda *v: jnp.concatenate(v, axis), atoms)
+        return dataclasses.replace(first, var=joined)
+    if all(atom is atoms[0] for atom in atoms):
+        return first
+    table = n.add(segments.eqn, lambda *v: jnp.stack(v), atoms)
+    return dataclasses.replace(first, var=table, dims=((entry,), *first.dims))
 
 
 def _slice_of(graph: Graph, var: Any, axis: int, start: int) -> Any:
@@ -265,10 +264,3 @@ def _scales(segments: Segments, entry: Index) -> tuple[float, list[Factor]]:
     values = np.asarray(numbers, np.float32)
     literal = core.Literal(values, jax.typeof(values))
     return 1.0, [Factor(literal, ((entry,),), values.dtype)]
-
-
-def _rounded(segments: Segments) -> np.dtype | None:
-    rounded = segments.terms[0].rounded
-    for term in segments.terms:
-        rounded = narrower(rounded, term.rounded)
-    return rounded

@@ -12,8 +12,8 @@ from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 KEY = "quantization_config"
 _SUPPORTED = (
     "compressed-tensors (format float-quantized or int-quantized: 8 bits, symmetric, "
-    "one scale per channel or tensor, or fp8 per block), fbgemm_fp8, fp8 (with "
-    "weight_block_size) and bitsandbytes (nf4 or int8)"
+    "one scale per channel or tensor, or fp8 per block), fbgemm_fp8, fp8 (per "
+    "block or tensor) and bitsandbytes (nf4 or int8)"
 )
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 
@@ -88,6 +88,10 @@ def _row_layout(method: str, name: str, strategy: str) -> RowLayout:
 def _fp8(quantization: Mapping[str, Any]) -> StorageLayout:
     if quantization.get("fmt", "e4m3") != "e4m3":
         _refuse("fmt", quantization["fmt"])
+    # transformers has blocks of 128 by 128 where the key is missing.
+    if quantization.get("weight_block_size", "") is None:
+        kind, scale_name = "fp8 per tensor", "weight_scale_inv"
+        return RowLayout(kind=kind, format=Fp8Weight.format, scale_name=scale_name)
     return BlockLayout(
         kind="fp8 per block",
         block=_block(quantization, "weight_block_size"),

@@ -11,7 +11,10 @@ from jaxlora.pallas_kernels import OPTIONS, WeightOptions
 
 # Scales of activations and of the cache of keys and values. Here, the scales of
 # activations follow from each row.
-ACTIVATION_SCALES = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+ACTIVATION_SCALES = (
+    *("activation_scale", "input_scale", "output_scale"),
+    *("q_scale", "k_scale", "v_scale"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

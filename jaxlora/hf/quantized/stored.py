@@ -150,7 +150,13 @@ def check_scales(scale: np.ndarray, where: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout(StorageLayout):
-    """`weight` [N, K] and `weight_scale`, of which W is the product."""
+    """`weight` [N, K] and a scale, of which W is the product.
+
+    Attributes:
+        scale_name: Name of the tensor of the scales.
+    """
+
+    scale_name: str = "weight_scale"
 
     def tensors(
         self, shape: tuple[int, int], has: Callable[[str], bool]
@@ -162,15 +168,15 @@ class RowLayout(StorageLayout):
             StoredTensor(
                 name="weight", dtypes=(_VALUES[self.format],), shapes=(shape,)
             ),
-            StoredTensor(name="weight_scale", dtypes=_SCALES, shapes=scales),
+            StoredTensor(name=self.scale_name, dtypes=_SCALES, shapes=scales),
         )
 
     def weight(
         self, shape: tuple[int, int], arrays: Mapping[str, np.ndarray], where: str
     ) -> QuantizedWeight:
         """Returns the weight as it is."""
-        scale = arrays["weight_scale"]
-        check_scales(scale, f"{where}.weight_scale")
+        scale = arrays[self.scale_name]
+        check_scales(scale, f"{where}.{self.scale_name}")
         scale = np.broadcast_to(scale.astype(np.float32).reshape(-1), shape[:1])
         # The scale of a row of zeros may be 0, but kernels divide by it. A value of fp8
         # times this scale is below 1e-16, with which nothing can be done either.

@@ -11,7 +11,7 @@ from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ModelConfig
 from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
-from jaxlora.modules.rope import apply_rope
+from jaxlora.modules.rope import apply_rope, as_halves
 from jaxlora.modules.routing import LinearInput
 from jaxlora.modules.rows import Rows
 from jaxlora.modules.scoring import layer_scoring
@@ -28,6 +28,7 @@ class Attention(nnx.Module):
         *,
         norms: Literal["none", "head", "all"] = "none",
         rotates: bool = True,
+        neighbours: bool = False,
         fused: bool = False,
         gated: bool = False,
     ):
@@ -39,6 +40,8 @@ class Attention(nnx.Module):
             norms: Whether queries and keys are normalized: no, each head by itself, or
                 all heads together.
             rotates: Whether queries and keys are rotated by their positions.
+            neighbours: Whether a feature rotates with the next one, not with one of
+                the other half.
             fused: Whether one linear, `qkv_proj`, makes queries, keys and values.
             gated: Whether `q_proj` makes a gate of the output beside each query.
         """
@@ -60,7 +63,8 @@ class Attention(nnx.Module):
         self.o_proj = make.linear(
             "self_attn.o_proj", q, width, role="row", use_bias=config.o_bias
         )
-        self.norms, self.rotates, self.gated = norms, rotates, gated
+        self.norms, self.rotates, self.neighbours = norms, rotates, neighbours
+        self.gated = gated
         if norms != "none":
             features = (config.head_dim,) * 2 if norms == "head" else (q, kv)
             self.q_norm = make.norm("self_attn.q_norm", features[0])
@@ -96,7 +100,10 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             rope = rows.rope(self.scoring)
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            if self.neighbours:  # in another order, scores are the same
+                q, k = (as_halves(x, rope[0].shape[-1]) for x in (q, k))
+            q = apply_rope(q, *(rows.ropes.query_rope or rope))
+            k = apply_rope(k, *rope)
         out = rows.attend(q, k, v, self.scoring)
         if gate is not None:
             out = _gated(out, gate)

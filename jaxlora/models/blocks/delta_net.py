@@ -1,7 +1,9 @@
 """The gated delta net, a block of decoder layers in the place of attention."""
 
+import functools
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -14,9 +16,12 @@ from jaxlora.modules.gated_delta import (
     empty_delta_cache,
     gated_norm,
 )
-from jaxlora.modules.routing import LinearInput
+from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
 from jaxlora.modules.shared_input import apply_together
+from jaxlora.pallas_kernels import LINEAR_RESULTS
+
+_keep_results = jax.checkpoint_policies.save_only_these_names(LINEAR_RESULTS)
 
 
 class DeltaNet(nnx.Module):
@@ -66,11 +71,24 @@ class DeltaNet(nnx.Module):
         self, x: Float[Array, "T D"] | LinearInput, rows: Rows
     ) -> Float[Array, "T D"]:
         mixed, z = apply_together((self.in_proj_qkv, self.in_proj_z), x, rows.routing)
-        b, a = apply_together((self.in_proj_b, self.in_proj_a), x, rows.routing)
+        b, a = self._gates(LinearInput.of(x).x, rows.routing)
         weights = DeltaWeights(self.conv[...][:, 0], self.a_log[...], self.dt_bias[...])
         out = rows.mix(DeltaInputs(mixed, a, b), weights, self.shape)
         out = gated_norm(out, z.reshape(out.shape), self.norm[...], self.eps)
         return self.out_proj(out.reshape(len(out), -1), rows.routing)
+
+    def _gates(
+        self, x: Float[Array, "T D"], routing: Routing
+    ) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
+        """Returns b and a."""
+
+        # Without this, XLA would keep the rows with dropout for the backward pass.
+        @functools.partial(jax.checkpoint, policy=_keep_results)
+        def run(x):
+            return apply_together((self.in_proj_b, self.in_proj_a), x, routing)
+
+        b, a = run(x)
+        return b, a
 
     def empty_cache(self, num_sequences: int, num_tokens: int) -> DeltaCache:
         """Returns the cache of generation before its first tokens.

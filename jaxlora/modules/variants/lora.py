@@ -28,7 +28,7 @@ def _kaiming_uniform(
 def _zeros(
     job: LoraJob, rng: np.random.Generator, kernel: Any, rank: int
 ) -> np.ndarray:
-    return np.zeros((rank, kernel.shape[1]))
+    return np.zeros((rank, kernel.shape[1]), np.float32)
 
 
 # `jaxlora.adapters.initial` has other starts of both.

@@ -81,7 +81,10 @@ def decoder_spec(
     kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
     options = dataclasses.replace(options, implementation=kernels.name)
     spec = dataclasses.replace(spec, options=options)
-    return spec, describe_choices(kernels, attention)
+    said = describe_choices(kernels, attention)
+    if any(model.delta_shape(i) is not None for i in range(model.num_layers)):
+        said += "; gated delta rule: plain JAX, as there is no kernel for it"
+    return spec, said
 
 
 def needed(job: PreparedJob) -> SlotShape:

@@ -1,12 +1,8 @@
 """Bounds of the capacity of microbatches, by the samples of a run."""
 
-import contextlib
 import dataclasses
-import itertools
 import math
-import os
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from jaxlora.common.note import Note
@@ -14,7 +10,7 @@ from jaxlora.config import LoraJob, RunConfig
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.options import Remat
 from jaxlora.objectives.table import find_objective
-from jaxlora.pallas_kernels.device import planned_device, platform
+from jaxlora.pallas_kernels.device import platform
 from jaxlora.plan.stages import MeshFootprint
 
 # A larger capacity is no faster.
@@ -176,29 +172,4 @@ def largest_fitting(
     if most is None:
         return None
     tried = range(most, bounds.smallest - 1, -bounds.unit)
-    with contextlib.closing(_estimates(estimate, tried)) as estimates:
-        fits = (t for t, found in estimates if found.total_bytes(t) <= num_bytes)
-        return next(fits, None)
-
-
-def _estimates(
-    estimate: Callable[[int | None], MeshFootprint], tried: Sequence[int]
-) -> Generator[tuple[int, MeshFootprint]]:
-    """Yields capacities with their estimates, of which several are made at once."""
-    num_threads = _num_threads()
-    if num_threads == 1:
-        yield from ((tokens, estimate(tokens)) for tokens in tried)
-        return
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="memory-estimate")
-    try:
-        for group in itertools.batched(tried, num_threads):
-            yield from zip(group, pool.map(estimate, group), strict=True)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _num_threads() -> int:
-    """Estimates to make at once: XLA compiles attention for each of them on a GPU."""
-    if planned_device() is not None or platform() != "gpu":
-        return 1
-    return min(4, max(1, (os.cpu_count() or 1) // 3))
+    return next((t for t in tried if estimate(t).total_bytes(t) <= num_bytes), None)

@@ -21,6 +21,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linears
 from jaxlora.modules.attention import packed_attention
+from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.gated_delta import (
     DeltaInputs,
     DeltaWeights,
@@ -138,11 +139,9 @@ def step_bytes(
 
     The arrays that the backward pass keeps are counted for the first two layers, and
     the first of each other kind, traced with one or two numbers of tokens. Transient
-    memory inside a layer is added by a formula. For attention it is measured by
-    compiling attention's gradient alone, because its scratch memory may be larger than
-    all other arrays in a layer; likewise for the gated delta rule. It is compiled for
-    `num_tokens`, because cuDNN's scratch per token may almost double from one capacity
-    to the next: its sequences are divisors of the capacity.
+    memory inside a layer is added by a formula. That of attention may be larger than
+    all other arrays in a layer, and cuDNN's may almost double per token from one
+    capacity to the next: its sequences are divisors of the capacity.
 
     Args:
         spec: The whole decoder, or the part of it that a device runs.
@@ -158,17 +157,14 @@ def step_bytes(
 def _estimate(
     spec: DecoderSpec, block_tokens: int, num_tokens: int | None
 ) -> StepBytes:
-    is_planned = planned_device() is not None
-    if is_planned:
+    if planned_device() is not None:
         with planned_for(planned.TRACED_ON):
             found = _step_bytes(planned.traceable(spec, block_tokens), block_tokens)
     else:
         found = _step_bytes(spec, block_tokens)
     if num_tokens is None:
         return found
-    attention = planned.attention_bytes(spec, num_tokens) if is_planned else None
-    if attention is None:
-        attention = _attention_bytes(spec.with_remat("none"), num_tokens)
+    attention = _attention_bytes(spec, num_tokens)
     for shape in set(map(spec.config.delta_shape, range(spec.config.num_layers))):
         if shape is not None:
             given = spec.options.dtype, num_tokens, block_tokens
@@ -354,12 +350,27 @@ def _mlp_bytes(spec: DecoderSpec) -> int:
     return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
 
 
-@functools.lru_cache(maxsize=64)
 def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
+    """Bytes per token of attention's backward pass.
+
+    They follow from a formula, or from the compiler where XLA computes attention.
+    """
+    scratch = ATTENTIONS[spec.options.attention].scratch_bytes
+    if scratch is None:
+        return _compiled_attention_bytes(spec.with_remat("none"), num_tokens)
+    return scratch(spec.config, spec.options.lengths, num_tokens) / num_tokens
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     """Bytes per token of attention's backward pass, as reported by the compiler.
 
-    The result is 0 if the compiler does not report it. Only the compiler knows the
-    scratch memory of cuDNN.
+    Args:
+        spec: The decoder, without recomputation.
+        num_tokens: Tokens of a microbatch.
+
+    Returns:
+        The bytes; 0 if the compiler does not report them.
     """
     config, options = spec.config, spec.options
 

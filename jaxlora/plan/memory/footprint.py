@@ -17,6 +17,7 @@ from jaxlora.models.slot_settings import shared_settings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.memory.inputs import batch_shapes
+from jaxlora.programs.kept import HasMemory
 from jaxlora.scheduler import Limits
 
 # Copies of a slot's weights in float32, by each optimizer that mixes elements: 5 to 10
@@ -186,7 +187,7 @@ def _state_bytes(spec: DecoderSpec, tables: Mapping[str, jax.ShapeDtypeStruct]) 
 
 def stage_measured(
     spec: DecoderSpec,
-    programs: StagePrograms[jax.stages.Compiled],
+    programs: StagePrograms[HasMemory],
     limits: Limits,
     use: StageUse,
 ) -> Footprint | None:
@@ -245,14 +246,14 @@ def _chain_bytes(last: int, sections: Sequence[StagePrograms], hidden: int) -> i
     return max(most, kept + last) + hidden + math.ceil(GAPS * kept)
 
 
-def _forward_bytes(program: jax.stages.Compiled, hidden: int) -> tuple[int, int]:
+def _forward_bytes(program: HasMemory, hidden: int) -> tuple[int, int]:
     """Bytes of a forward pass, and those that it keeps for the backward pass."""
     own, found = _own_bytes(program), program.memory_analysis()
     assert own is not None and found is not None
     return own, found.output_size_in_bytes - hidden
 
 
-def _own_bytes(program: jax.stages.Compiled) -> int | None:
+def _own_bytes(program: HasMemory) -> int | None:
     """Bytes of a program beside its arguments; None: the compiler reports none."""
     found = program.memory_analysis()
     if found is None:

@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def take_free_gpus(
     environ: MutableMapping[str, str] = os.environ,
     *,
     gathers: bool = False,
+    query: Callable[[], Sequence[GpuUse] | None] | None = None,
 ) -> None:
     """Lets JAX take most of the GPUs, if no other process has memory there.
 
@@ -64,8 +65,9 @@ def take_free_gpus(
         local_ids: GPUs among the visible ones that this process uses; None: all.
         environ: Environment variables, which are changed.
         gathers: Whether the run may gather weights, as with FSDP.
+        query: Returns what `query_gpus` has found; None: it is called here.
     """
-    choice = choose_share(local_ids, environ, gathers=gathers)
+    choice = choose_share(local_ids, environ, gathers=gathers, query=query)
     if choice is None:
         return
     share, text = choice
@@ -79,6 +81,7 @@ def choose_share(
     environ: Mapping[str, str],
     *,
     gathers: bool = False,
+    query: Callable[[], Sequence[GpuUse] | None] | None = None,
 ) -> tuple[float | None, str] | None:
     """Decides what `take_free_gpus` does.
 
@@ -95,7 +98,7 @@ def choose_share(
         if not pathlib.Path("/proc/driver/nvidia").exists():
             return None
         return _default("nvidia-smi, which knows their use, is not installed")
-    gpus = query_gpus()
+    gpus = query_gpus() if query is None else query()
     if gpus is None:
         return _default("nvidia-smi fails")
     ours = _ours(gpus, environ, local_ids)

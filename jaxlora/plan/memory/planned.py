@@ -36,16 +36,3 @@ def traceable(spec: DecoderSpec, block_tokens: int) -> DecoderSpec:
         options, implementation=name, attention=attention.name
     )
     return dataclasses.replace(spec, options=options)
-
-
-def attention_bytes(spec: DecoderSpec, num_tokens: int) -> float | None:
-    """Bytes per token of attention's backward pass, by a formula; None: there is none.
-
-    Args:
-        spec: The decoder, with the attention of the planned device.
-        num_tokens: Tokens of a microbatch.
-    """
-    scratch = ATTENTIONS[spec.options.attention].scratch_bytes
-    if scratch is None:
-        return None
-    return scratch(spec.config, spec.options.lengths, num_tokens) / num_tokens

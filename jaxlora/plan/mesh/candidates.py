@@ -7,7 +7,8 @@ from typing import get_args
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.costs.work import layer_work
+from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
+from jaxlora.costs.stages import decoder_seconds
 from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import check_divides
@@ -40,9 +41,9 @@ _GAIN = 1.01  # a smaller capacity is taken only if it is this much faster
 # corrects the choice in both directions.
 MARGIN = 0.05
 UNCHECKED_TOKENS = 4096  # for a device that does not report its memory
-# With fewer operations in a layer's forward pass over a microbatch, an H200 waits for
-# its host, which takes 0.7 ms for each layer and pass to call a chain's programs.
-_LEAST_FLOPS = 8e11
+# A host takes 0.7 ms to call the programs of a chain for one pass of a layer. It has to
+# be faster than the device by some margin, as hosts differ.
+_CALL_SECONDS, _CALL_MARGIN = 2 * 0.7e-3, 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -195,7 +196,10 @@ class Search:
             base = dataclasses.replace(base, options=stored)
             options = dataclasses.replace(spec.options, base_format=base)
             spec = dataclasses.replace(spec, options=options)
-        if config.layers_per_program == "auto" and not _hides_calls(spec, bounds):
+        speed = self.machine.speed
+        if config.layers_per_program == "auto" and not _hides_calls(
+            spec, bounds, speed
+        ):
             config = config.replace(layers_per_program=spec.config.num_layers)
         config = config.replace(microbatch_tokens=bounds.max_tokens)
         rates = self.machine.rates(spec, config.network_gbits)
@@ -296,13 +300,18 @@ class Search:
         return Schedule(microbatches=microbatches, limits=plan.config.limits), is_part
 
 
-def _hides_calls(spec: DecoderSpec, bounds: Bounds) -> bool:
-    """Returns whether the device takes longer for a layer's pass than the host.
+def _hides_calls(spec: DecoderSpec, bounds: Bounds, speed: DeviceSpeed) -> bool:
+    """Returns whether the device takes longer for a layer's passes than the host.
 
-    If not, a step of a decoder in several programs would wait for the host.
+    If not, a step of a decoder in several programs would wait for the host. A device
+    whose rates are not known is taken to be slow.
     """
-    work = layer_work(spec, spec.config.num_layers // 2, bounds.sample_tokens)
-    return work.forward.flops * bounds.max_tokens >= _LEAST_FLOPS
+    if speed is UNKNOWN_DEVICE:
+        return True
+    layers = decoder_seconds(spec, speed, mean_tokens=bounds.sample_tokens)
+    layer = layers[spec.config.num_layers // 2].both
+    seconds = speed.layer_seconds + layer * bounds.max_tokens
+    return seconds >= _CALL_MARGIN * _CALL_SECONDS
 
 
 def _pace_notes(config: RunConfig, num_jobs: int) -> list[Note]:

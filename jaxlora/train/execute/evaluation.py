@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,8 +66,10 @@ class Evaluator:
 
     # ---- results -------------------------------------------------------------------
 
-    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
-        """Evaluates adapters on their held-out samples, without dropout.
+    def begin(
+        self, jobs: Mapping[int, JobState]
+    ) -> Callable[[], dict[int, dict[str, float]]]:
+        """Queues the evaluation of adapters on their held-out samples, without dropout.
 
         The progress of each job is that of the weights in its slot.
 
@@ -75,10 +77,10 @@ class Evaluator:
             jobs: Jobs to evaluate, by slot. Their order determines the packing.
 
         Returns:
-            By slot, the job's mean `loss`, for next-token jobs over the held-out target
-            tokens in nats, NaN if a hidden state is not finite; the metrics of its
-            objective, by name; and if there are several held-out data sets, `loss/NAME`
-            of each.
+            A function that waits for the results: by slot, the job's mean `loss`, for
+            next-token jobs over the held-out target tokens in nats, NaN if a hidden
+            state is not finite; the metrics of its objective, by name; and if there are
+            several held-out data sets, `loss/NAME` of each.
         """
         batches = {slot: job.eval_batch(slot) for slot, job in jobs.items()}
         weights = [table.weights for table in self._slots.tables]
@@ -96,7 +98,16 @@ class Evaluator:
             ]
             for sets in _rounds(batches, ranges)
         ]
-        host = jax.device_get(everywhere(queued))
+        sums = everywhere(queued)
+        return lambda: self._results(jax.device_get(sums), batches, ranges)
+
+    def _results(
+        self,
+        host: Sequence[Sequence[Any]],
+        batches: Mapping[int, JobBatch],
+        ranges: Mapping[int, Mapping[str, range]],
+    ) -> dict[int, dict[str, float]]:
+        """Returns the results of `begin` from the sums of each round."""
         every = [one for of_round in host for one in of_round]
         flags = [flag.reshape(-1, self._shape.num_slots) for _, flag in every]
         is_finite = np.concatenate(flags).all(axis=0)

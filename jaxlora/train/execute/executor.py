@@ -12,7 +12,7 @@ from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.optimizer import GradientNorms, OptimizerInputs, StepResult
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
 from jaxlora.adapters.stage_sharding import REPLICATED
-from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.adapters.staged_slots import Padded, StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.models.forward import Base, JobLosses, SlotKeys
 from jaxlora.plan.stream_plan import StreamTick, TickSource
@@ -184,14 +184,14 @@ class Executor:
 
     # ---- slots ---------------------------------------------------------------------
 
-    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
+    def load(self, slot: int, padded: Padded, optimizer: str) -> None:
         """Puts an adapter into a free slot, with empty state of its optimizer.
 
         A slot is free if it has no job, and no tick in flight has rows of its last one;
         see `StreamPlan.is_free`.
         """
         self._check_free(slot)
-        self.slots.load(slot, adapter, optimizer)
+        self.slots.load_padded(slot, padded, optimizer)
         self._further.copy(slot)
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
@@ -269,15 +269,17 @@ class Executor:
         return None
 
     def wait(self) -> None:
-        """Waits until the devices have finished all queued work."""
+        """Waits until the devices have finished all queued microbatches."""
         jax.block_until_ready([table.state.pending.is_finite for table in self._tables])
         self._further.wait()
 
     # ---- evaluation, which reads slots only ----------------------------------------
 
-    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
-        """Evaluates the jobs in some slots; see `Evaluator.evaluate`."""
-        return self._evaluator.evaluate(jobs)
+    def begin_evaluation(
+        self, jobs: Mapping[int, JobState]
+    ) -> Callable[[], dict[int, dict[str, float]]]:
+        """Queues the evaluation of the jobs in some slots; see `Evaluator.begin`."""
+        return self._evaluator.begin(jobs)
 
     def log_likelihoods(
         self, slot: int, batch: JobBatch, adapter: Adapter | None

@@ -25,6 +25,7 @@ from jaxlora.run.events import (
 from jaxlora.run.saved_run import SavedStream
 from jaxlora.scheduler.admission import Candidate
 from jaxlora.scheduler.stream.state import Position
+from jaxlora.train.execute.draw_ahead import DrawAhead
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run
@@ -50,6 +51,7 @@ class JobLifecycle:
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
         self._has_left = False  # whether a job has ended or paused in this `change`
         self._seconds_aside = 0.0  # that were not spent on training
+        self._ahead = DrawAhead(run.slots)
         self._references: dict[Hashable, dict[str, np.ndarray]] = {}
         sweep = run.plan.config.sweep
         self._is_maximized = sweep is not None and sweep.metric.is_maximized
@@ -236,18 +238,31 @@ class JobLifecycle:
 
         A job that was paused continues, and is not evaluated again.
         """
-        new = []
-        for number, slot in sorted(slots.items()):
-            job = self.jobs[number]
-            if job.has_slot or not self.may_start:
-                continue
-            if slot in self.by_slot or not self._ticks.is_free(slot):
-                continue  # soon
-            if job.parked is None:
-                new.append(job)
-            self._start(job, slot)
+        starting = {
+            self.jobs[number]: slot
+            for number, slot in sorted(slots.items())
+            if self.may_start
+            and not self.jobs[number].has_slot
+            and slot not in self.by_slot  # which may be free soon
+            and self._ticks.is_free(slot)
+        }
+        new = [job for job in starting if job.parked is None]
+        queue = [*new, *(job for job in self._waiting() if job not in starting)]
+        for job, slot in starting.items():
+            with self._run.watch.on("starting jobs"):
+                self._ahead.begin(queue)
+                if job in new:
+                    queue.remove(job)
+                self._start(job, slot)
+        self._ahead.begin(queue)
         self.evaluate_due(new)
         self.end_jobs(new)
+
+    def _waiting(self) -> list[JobState]:
+        """Returns the jobs that wait for a slot, in the order in which they get one."""
+        found = sorted(self._candidates(), key=lambda one: (-one.priority, one.job))
+        waiting = [self.jobs[one.job] for one in found]
+        return [job for job in waiting if not job.has_begun]
 
     def _pause(self, job: JobState, reason: str) -> None:
         """Parks the whole state of a running job, and frees its slot."""
@@ -273,7 +288,7 @@ class JobLifecycle:
             self._refer(job, slot)
         parked, job.parked = job.parked, None
         if parked is None:
-            self._executor.load(slot, job.start, job.settings.optimizer)
+            self._executor.load(slot, self._ahead.take(job), job.settings.optimizer)
             verb, event = "starts", JobStartEvent
         else:
             self._executor.restore(slot, parked, job.like)
@@ -313,12 +328,14 @@ class JobLifecycle:
         """Evaluates running jobs, and generates texts with their adapters."""
         if not jobs:
             return
-        with self._timed():
-            values = self._executor.evaluate({job.slot: job for job in jobs})
+        # The evaluation is queued while the pending microbatch still trains.
+        results = self._executor.begin_evaluation({job.slot: job for job in jobs})
+        with self._timed("evaluation"):
+            values = results()
         sound = [job for job in jobs if math.isfinite(values[job.slot]["loss"])]
         metrics: dict[str, float] = {}  # of a sweep that compares answers
         if self._run.meter is not None and sound:
-            with self._timed():
+            with self._timed("answers"):
                 metrics = self._run.meter.measure(sound, self._run.slots.tables)
         for job in jobs:
             if job not in sound:
@@ -351,7 +368,7 @@ class JobLifecycle:
         sampler, slots = self._run.sampler, self._run.slots
         if sampler is None or not jobs:
             return
-        with self._timed():
+        with self._timed("samples"):
             named = {job.name: job.slot for job in jobs}
             samples = sampler.generate(named, slots.tables)
         for job in jobs:
@@ -359,8 +376,8 @@ class JobLifecycle:
                 self._run.send_of(job, SampleEvent, **values)
 
     def export(self, job: JobState) -> None:
-        """Exports the adapter of a job."""
-        with self._timed():
+        """Exports the adapter of a job, which is read and written beside training."""
+        with self._run.watch.on("exports"):
             self._run.export(job)
 
     def end_jobs(self, jobs: Sequence[JobState]) -> bool:
@@ -385,7 +402,8 @@ class JobLifecycle:
             [r for r in ending if r.progress.status == "stopped" and r.lacks_eval()]
         )
         for job in ending:
-            self._end(job)
+            with self._run.watch.on("ending jobs"):
+                self._end(job)
         self._has_left |= bool(ending)
         return bool(ending)
 
@@ -440,7 +458,7 @@ class JobLifecycle:
         """
         reference = job.prepared.reference
         source = job.settings.objective, *sorted(job.reference_source().items())
-        with self._timed():
+        with self._timed("references"):
             if source not in self._references:
                 self._references[source] = {
                     which: self._executor.log_likelihoods(slot, batch, reference)
@@ -463,11 +481,12 @@ class JobLifecycle:
             self._executor.refer(slot, reference)
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, what: str) -> Iterator[None]:
         """Counts the time of the block, which is then no time of training."""
         self._executor.wait()  # the pending microbatch counts as training
         began = time.perf_counter()
-        yield
+        with self._run.watch.on(what):
+            yield
         self._seconds_aside += time.perf_counter() - began
 
     def clock(self) -> float:

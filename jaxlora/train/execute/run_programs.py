@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
-from jax.stages import Compiled
-
 from jaxlora.common.background import in_background
 from jaxlora.distributed import processes
 from jaxlora.plan.memory.footprint import StagePrograms
@@ -68,15 +66,21 @@ class RunPrograms:
         passes = [p for one in (*self.passes, *self.further) for p in one.each]
         return [*dict.fromkeys((*passes, *self.others))]
 
-    def compiled_passes(self) -> tuple[StagePrograms[Compiled], ...]:
+    def compiled_passes(self) -> tuple[StagePrograms[Prepared], ...]:
         """Waits for the passes of all stages."""
-        with counting(self.each):
-            return tuple(one.map(Prepared.compiled) for one in self.passes)
+        return self._compiled(self.passes)
 
-    def compiled_further(self) -> tuple[StagePrograms[Compiled], ...]:
+    def compiled_further(self) -> tuple[StagePrograms[Prepared], ...]:
         """Waits for the passes of the further replicas."""
+        return self._compiled(self.further)
+
+    def _compiled(
+        self, passes: tuple[StagePrograms[Prepared], ...]
+    ) -> tuple[StagePrograms[Prepared], ...]:
         with counting(self.each):
-            return tuple(one.map(Prepared.compiled) for one in self.further)
+            for program in [program for one in passes for program in one.each]:
+                program.compiled()
+        return passes
 
     def finish(self) -> None:
         """Waits for all programs, and logs how long they took."""

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxlora.common.atomic import write_bytes
+from jaxlora.common.background import in_background
 from jaxlora.run.callback import Callback
 from jaxlora.run.events import WindowEvent
 from jaxlora.run.folder import PICTURE
@@ -37,6 +38,7 @@ class LossPlot(Callback):
         """
         self._folder = folder
         self._next = time.monotonic() + _MIN_SECONDS
+        self._has_imported = False
 
     def on_window(self, event: WindowEvent) -> None:
         """Draws the picture if it is due.
@@ -44,11 +46,20 @@ class LossPlot(Callback):
         Raises:
             StorageError: It cannot be written.
         """
+        if not self._has_imported:  # the end of the run would wait for it
+            self._has_imported = True
+            in_background(_import_library)
         began = time.monotonic()
         if began >= self._next:
             plot_losses(self._folder / METRICS_FILE, self._folder / PICTURE)
             took = time.monotonic() - began
             self._next = began + max(_MIN_SECONDS, took / _MAX_SHARE)
+
+
+def _import_library() -> None:
+    """Imports what a picture needs; an error is raised where a picture is drawn."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
 
 
 def plot_losses(metrics: pathlib.Path, picture: pathlib.Path) -> None:

@@ -32,6 +32,7 @@ from jaxlora.common.atomic import (
 from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.hf.files import tokenizer_files
+from jaxlora.models.structure import module_prefix
 from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, TOKENIZER, begun_record
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord
@@ -306,5 +307,6 @@ def job_card(
         job=record.identity.jobs[job],
         figures=figures,
         has_tokenizer=has_tokenizer,
+        is_part=module_prefix(record.linear_names) != "model.",
         version=__version__,
     )

@@ -165,20 +165,22 @@ class RunStore:
 
     # ---- in the background ---------------------------------------------------------
 
-    def prepare(self, slots: StagedSlots) -> None:
+    def prepare(self, slots: StagedSlots | None) -> None:
         """Prepares for the first checkpoint, in the thread that writes; once.
 
-        It opens the library that writes checkpoints, and lets the allocator get memory
-        for a snapshot from the system. If that fails, the checkpoint fails and says so.
-        Beside the start of the jobs, which copies to the device, it would delay them.
+        It opens the library that writes checkpoints, which takes a second of Python's
+        lock. Before the first steps, it would delay them; after the last, the end of
+        the run would wait for it. If it fails, the checkpoint fails and says so.
 
         Args:
-            slots: The slots of the run.
+            slots: The slots of the run, if there will be checkpoints on the way: then
+                the allocator gets memory for a snapshot from the system.
         """
         if processes.is_first() and not self._is_prepared:
             self._is_prepared = True
             self._writer.submit(self._opened)
-            self._writer.submit(slots.reserve_snapshot())
+            if slots is not None:
+                self._writer.submit(slots.reserve_snapshot())
 
     def _opened(self) -> "Checkpoints":
         """Returns the folder of checkpoints, which is opened once."""
@@ -216,13 +218,13 @@ class RunStore:
         event = CheckpointEvent(round=number, folder=folder)
         self._start(self._writer, write, event, after=self._pending)
 
-    def export(self, number: int, job: JobState, adapter: Adapter) -> None:
+    def export(self, number: int, job: JobState, read: Callable[[], Adapter]) -> None:
         """Starts writing a job's adapter, unless the folder has one of more steps.
 
         Args:
             number: Rounds done.
             job: The job.
-            adapter: Its weights now.
+            read: Returns its weights as they are now; another thread calls it.
         """
         name, progress, record = job.name, job.progress, self.record
         target = self._folder / ADAPTERS / name
@@ -232,7 +234,7 @@ class RunStore:
             self._lock.check()
             if prepare_export_folder(target, progress.step):
                 tokenizer = run_tokenizer(self._folder, record, name)
-                write_adapter(adapter, target, record, name, progress, tokenizer)
+                write_adapter(read(), target, record, name, progress, tokenizer)
 
         event = ExportEvent(round=number, job=name, step=progress.step, folder=target)
         earlier = [

@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import shutil
 import sys
 import tempfile
@@ -145,6 +146,7 @@ class Bench:
                 sum(w["num_tokens"] for w in after) / sum(w["seconds"] for w in after)
             ),
             "best_loss": min(job["best_eval"] for job in found["jobs"].values()),
+            **phases(done),
         }
 
     def _done(self, command: Sequence[str], python: str = sys.executable) -> Done:
@@ -258,6 +260,29 @@ class Bench:
                 yield from kernel_rows()
 
 
+def phases(done: Done) -> dict[str, Any]:
+    """Returns when the jobs of a run started and ended, by the lines of its log.
+
+    `spent` is what the run says about its time; `after_run_s` follows that line: the
+    report, and the end of the process.
+    """
+    starts = [at for at, text in done.lines if " starts in slot " in text]
+    ends = [at for at, text in done.lines if _END.search(text)]
+    spent = [(at, text) for at, text in done.lines if _SPENT in text]
+    if not (starts and ends and spent):
+        return {}
+    return {
+        "first_start_s": round(starts[0], 1),
+        "starts_s": round(starts[-1] - starts[0], 2),
+        "ends_s": round(ends[-1] - ends[0], 2),
+        "after_ends_s": round(done.seconds - ends[-1], 2),
+        "after_run_s": round(done.seconds - spent[-1][0], 2),
+        "spent": spent[-1][1].partition(_SPENT)[2],
+    }
+
+
+_END = re.compile(r": (finished|stopped early|stopped|failed) \(")
+_SPENT = "seconds since the start of the run: "
 _RATES = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}
 
 

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxlora.adapters.files.gguf_export import export_gguf, rows_in_gguf
+from jaxlora.adapters.files.gguf_export import export_gguf, gguf_name, rows_in_gguf
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.cli.main import main
@@ -95,6 +95,11 @@ def test_other_families_keep_the_order_of_features():
         found = rows_in_gguf(rows, module, model)
         is_llama = model_type in ("llama", "mistral")
         assert (found == (interleaved(rows, 4) if is_llama else rows)).all()
+
+
+def test_a_text_model_that_is_one_part_has_the_same_names():
+    name = "layers.3.mlp.up_proj"
+    assert gguf_name(f"model.language_model.{name}") == gguf_name(f"model.{name}")
 
 
 def test_the_command(make_adapter, export, folder, tmp_path, capsys):

@@ -26,6 +26,14 @@ def card(base_model="someone/model", path="someone/records", **figures) -> str:
     )
 
 
+def test_a_base_that_is_one_part():
+    base = base_name("someone/model", None)
+    text = model_card(
+        name="a", base=base, job={}, figures={}, version="1", is_part=True
+    )
+    assert "base = AutoModelForImageTextToText.from_pretrained(" in text
+
+
 def front(text: str) -> dict:
     _, block, _ = text.split("---\n", 2)
     return yaml.safe_load(block)

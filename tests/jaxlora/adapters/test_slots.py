@@ -205,11 +205,11 @@ def test_an_average_is_read_and_exported(tables, adapters):
     job, _ = adapters
     table = tables(4, EVERY)
     table.load(1, job, "schedule_free_adamw")
-    start = table.read(1, job).by_path()
+    start = table.begin_reading(1, job)().by_path()
     for path, weight in job.by_path().items():
         np.testing.assert_allclose(start[path], weight, rtol=1e-6)
     train(table, 1, job, seed=1, steps=range(3))
-    kinds, found = table.copy(1).by_kind(), table.read(1, job).by_path()
+    kinds, found = table.copy(1).by_kind(), table.begin_reading(1, job)().by_path()
     evaluated = to_paths(table._spec.stacks, table.weights, axis=1)
     for path, y in kinds["params"].items():
         b1 = kinds["schedule_free_adamw.b1"][path]
@@ -218,6 +218,23 @@ def test_an_average_is_read_and_exported(tables, adapters):
         np.testing.assert_array_equal(found[path], x)
         own = np.asarray(evaluated[path])[1][unpadded(x.shape)]
         np.testing.assert_allclose(own, x, rtol=1e-5, atol=1e-7)
+
+
+def test_bytes_that_a_reading_queues_are_bounded(tables, adapters, monkeypatch):
+    """Those of an average are also of its optimizer's state."""
+    sizes, everywhere = [], slots.everywhere
+
+    def noted(queued):
+        sizes.append(sum(x.nbytes for x in queued))
+        return everywhere(queued)
+
+    monkeypatch.setattr(slots, "everywhere", noted)
+    for optimizers, name in ((("adamw",), "adamw"), (EVERY, "schedule_free_adamw")):
+        table = tables(4, optimizers)
+        table.load(1, adapters[0], name)
+        table.begin_reading(1, adapters[0])()
+        assert sizes[-1] <= table.copy_bytes
+    assert sizes[0] == table.row_bytes < sizes[1]
 
 
 @pytest.mark.parametrize("lost", ["mu", "nu"])

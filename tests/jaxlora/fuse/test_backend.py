@@ -2,21 +2,28 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from jax import lax
 
-from jaxlora.fuse.backend import Chosen, choose_backend
-from jaxlora.pallas_kernels import BACKENDS
+from jaxlora.fuse.backend import choose_backend
+from jaxlora.pallas_kernels import BACKENDS, LinearShape
 
 
 def choose(asked: str):
-    return choose_backend(
-        asked,
-        dtype=np.dtype("float32"),
-        features=(128, 256),
-        rank=16,
-        blocks=(128, 64),
-    )
+    shapes = [
+        LinearShape(
+            dtype=np.dtype("float32"),
+            in_features=128,
+            out_features=256,
+            rank=16,
+            block_tokens=block,
+        )
+        for block in (128, 64)
+    ]
+    mesh = jax.sharding.get_abstract_mesh()
+    return choose_backend(asked, shapes, lax.Precision.DEFAULT, mesh)
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +38,8 @@ def kettle(monkeypatch):
 
 
 def test_auto_passes_over_a_back_end_that_is_slow_on_the_device():
-    assert choose("auto") == Chosen(name="xla", block_tokens=128)
-    assert choose("triton") == Chosen(name="triton", block_tokens=64)
+    assert choose("auto") == ("xla", 128)
+    assert choose("triton") == ("triton", 64)
 
 
 def test_the_reasons_name_every_back_end(monkeypatch):

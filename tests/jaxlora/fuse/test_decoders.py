@@ -144,7 +144,7 @@ def check_found(targets, norm, around, dtype):
     run = functools.partial(function, NORMS[norm])
     p, x = weights(targets, dtype), random_array("x", (TOKENS, WIDTH), dtype)
     found = rewrite(jax.make_jaxpr(run)(p, x).jaxpr, "xla")
-    names = sum(len(site.projections) for site in found.sites)
+    names = sum(len(site.linears) for site in found.sites)
     assert names == count * len(targets), found.refusals
     assert not any(refusal.is_adapter for refusal in found.refusals)
 

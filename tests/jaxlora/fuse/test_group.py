@@ -35,12 +35,25 @@ def groups(function, *args):
     wanted = jax.tree.leaves(function(*args))
     for one, other in zip(got, wanted, strict=True):
         assert relative_error(one, other) < 1e-6
-    return sorted(len(site.projections) for site in rewritten.sites)
+    return sorted(len(site.linears) for site in rewritten.sites)
 
 
 def test_linears_of_the_same_input_are_joined():
     x, parameters = arguments(3)
     assert groups(lambda x, p: [linear(x, q) for q in p], x, parameters) == [3]
+
+
+def test_linears_of_different_precisions_stay_apart():
+    x, parameters = arguments(2)
+
+    def function(x, parameters):
+        results = []
+        for precision, some in zip(("float32", "default"), parameters, strict=True):
+            with jax.default_matmul_precision(precision):
+                results.append(linear(x, some))
+        return results
+
+    assert groups(function, x, parameters) == [1, 1]
 
 
 def test_a_linear_whose_weights_need_the_result_of_another_stays_apart():

@@ -20,7 +20,7 @@ from tests.oracle import relative_error
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
-_LOWERED, _COMPILE = measure._lowered, measure._compile
+_LOWERED, _COMPILE = measure._lowered, measure.compile_program
 XLA, LINEARS, BOTH = "xla", "kernels", "producer and gate"
 DROPPED = dataclasses.replace(SWIGLU, keep=0.75)
 
@@ -66,7 +66,7 @@ def taken(choices):
 def _not_compiled(monkeypatch):
     """Programs that a given clock times need not be compiled."""
     monkeypatch.setattr(measure, "_lowered", lambda *_: None)
-    monkeypatch.setattr(measure, "_compile", lambda _: None)
+    monkeypatch.setattr(measure, "compile_program", lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,9 @@ def numbered(monkeypatch):
     numbers = itertools.count()
     monkeypatch.setattr(measure, "_lowered", lambda _: next(numbers))
     monkeypatch.setattr(measure.BothPasses, "arguments", lambda _: ())
-    return lambda compiler: monkeypatch.setattr(measure, "_compile", compiler.compile)
+    return lambda compiler: monkeypatch.setattr(
+        measure, "compile_program", compiler.compile
+    )
 
 
 def test_ways_are_compiled_at_the_same_time_and_timed_alone(numbered):
@@ -212,7 +214,7 @@ def test_explain_prints_measured_times(monkeypatch):
 
 def test_programs_compute_the_same_while_a_function_is_traced(monkeypatch):
     monkeypatch.setattr(measure, "_lowered", _LOWERED)
-    monkeypatch.setattr(measure, "_compile", _COMPILE)
+    monkeypatch.setattr(measure, "compile_program", _COMPILE)
     seen = []
 
     def time_call(function, arguments):

@@ -63,7 +63,7 @@ def test_both_passes_by_the_oracle_and_adapters_are_isolated():
 def test_ways_are_timed_while_a_function_is_traced(monkeypatch):
     traced = lambda p: jax.eval_shape(p.function, p.values, p.gradients)
     monkeypatch.setattr(measure, "_lowered", traced)
-    monkeypatch.setattr(measure, "_compile", lambda _: None)
+    monkeypatch.setattr(measure, "compile_program", lambda _: None)
     options = FuseOptions("mosaic", Stopwatch(100.0, timer=lambda *_: 1.0))
 
     def linear(lora, frozen, x):

@@ -70,7 +70,7 @@ def test_random_norms_and_gates_keep_their_bits(seed):
     choices = choices_of(block, arguments)
     (part,) = parts_of(choices)
     assert part.name == BOTH, [choice.refusal for choice in choices]
-    roots = [p.root for p in part.site.projections]
+    roots = part.site.roots
     wanted = [*(m.x for m in part.makers), *(v for m in part.makers for v in m.inputs)]
     values = values_of(dict.fromkeys([*wanted, *roots]), part, arguments)
     num_rows = part.site.num_tokens

@@ -55,13 +55,13 @@ def nearest(codebook: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.abs(x[..., None] - codebook).argmin(-1).astype(np.uint8)
 
 
-def fp8_rows(w, scale_shape):
+def fp8_rows(w, scale_shape, name="weight_scale"):
     """One scale per row, or one for all if the scale's shape has one element."""
     axis = 1 if np.prod(scale_shape) > 1 else None
     scale = np.abs(w).max(axis=axis, keepdims=True) / np.float32(448)
     values = (w / scale).astype(E4M3)
     wanted = values.astype(np.float32) * scale
-    return {"weight": values, "weight_scale": scale.reshape(scale_shape)}, wanted
+    return {"weight": values, name: scale.reshape(scale_shape)}, wanted
 
 
 def fp8_blocks(w, name="weight_scale_inv", block=(128, 128)):
@@ -190,6 +190,15 @@ KINDS = {
     "fbgemm": (
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
         lambda w: fp8_rows(w, (len(w), 1)),
+        "fp8",
+    ),
+    "fp8-one-scale": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+        },
+        lambda w: fp8_rows(w, (), "weight_scale_inv"),
         "fp8",
     ),
     "int8-channel": (compressed("int", "channel", INT), int8_rows, "int8"),

@@ -150,6 +150,8 @@ def test_parts_on_a_mesh_are_those_of_one_device(tmp_path):
 def test_each_platform_converts_alike(monkeypatch, platform, transpose, kinds):
     """The program for GPUs runs on the CPU here, on pieces of a few rows."""
     monkeypatch.setattr(global_arrays, "_PIECE_BYTES", 83 * 8 * 5 + 7)
+    monkeypatch.setattr(global_arrays, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(global_arrays, "TRANSPOSED_BYTES", 0)
     stored, wanted = (KINDS[kind] for kind in kinds)
     x = finite_bits(np.random.default_rng(1), (37, 83), stored)
     if platform == "gpu":  # as on some CPUs, XLA's program flushes them
@@ -158,6 +160,15 @@ def test_each_platform_converts_alike(monkeypatch, platform, transpose, kinds):
     expected = x.astype(wanted)
     expected = expected.T if transpose else expected
     assert np.asarray(found).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_small_weight_needs_no_program(monkeypatch, transpose):
+    monkeypatch.setattr(global_arrays, "_converted", None)
+    x = finite_bits(np.random.default_rng(1), (37, 83), KINDS["BF16"])
+    found = global_arrays._put_part(x, None, "gpu", x.dtype, transpose)
+    assert found.dtype == x.dtype
+    assert np.asarray(found).tobytes() == (x.T if transpose else x).tobytes()
 
 
 # ---- damage --------------------------------------------------------------------------
@@ -242,6 +253,18 @@ def test_bytes_of_weights_being_loaded_are_bounded(tmp_path, monkeypatch):
         load_model(folder)
         assert max(most) <= max(bound, *sizes.values())
         most.clear()
+
+
+def test_transposed_copies_of_parts_count(folder, monkeypatch):
+    """The host makes those of small parts, though the whole weight is large."""
+    checkpoint = open_checkpoint(folder)
+    [spec] = [s for s in checkpoint.specs() if s.path == "layers.0.mlp.up_proj.kernel"]
+    stored = load._stored_bytes(checkpoint, spec)
+    kind = checkpoint.files[spec.hf_name].dtype(spec.hf_name)
+    monkeypatch.setattr(load, "TRANSPOSED_BYTES", stored // 4)
+    for num_devices, copies in ((1, 0), (4, 1)):
+        monkeypatch.setattr(jax, "device_count", lambda number=num_devices: number)
+        assert load._host_bytes(checkpoint, spec, kind) == (1 + copies) * stored
 
 
 def test_the_log_says_how_fast_it_was(folder, caplog):

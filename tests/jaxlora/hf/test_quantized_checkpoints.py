@@ -120,7 +120,7 @@ def test_zero_rows_of_fp8_have_a_scale_to_divide_by(tmp_path):
 def test_scales_of_activations_are_ignored_and_said_once(tmp_path, caplog):
     def add(tensors):
         for name in LINEARS:
-            tensors[f"{name}.input_scale"] = np.ones(1, np.float32)
+            tensors[f"{name}.activation_scale"] = np.ones(1, np.float32)
         tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
 
     write_quantized(tmp_path, "fp8-tensor", change=add)

@@ -214,8 +214,8 @@ def test_rope_in_both_spellings(v4, v5, theta, scaling):
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is supported"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1; only 0 is supported"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type='yarn'; supported: default, linear, llama3",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type='dynamic'; supported: default, linear, llama3, yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},

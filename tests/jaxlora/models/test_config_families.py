@@ -1,5 +1,6 @@
 """The keys of config.json that only some families have."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,11 +11,13 @@ from jaxlora.models.config import (
     LongRopeScaling,
     PartialRope,
     Rope,
+    UnroundedYarnScaling,
     YarnScaling,
 )
 from jaxlora.models.hf_config import HfConfig
 from jaxlora.models.llama import LlamaLayer
 from jaxlora.models.registry import model_config
+from jaxlora.models.structure import linear_names, linear_path
 
 SHAPE = {
     "vocab_size": 320,
@@ -25,6 +28,7 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 LONG = {"type": "longrope", "short_factor": [1.0, 2], "long_factor": [3.0, 4.0]}
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 HALF = {"rope_scaling": LONG, "partial_rotary_factor": 0.5}
 
 
@@ -54,21 +58,35 @@ def test_each_fourth_layer_of_olmo3_has_no_window():
     assert read("olmo3").rope.theta == read("olmo3").local_rope.theta == 5e5
 
 
-def test_rotary_positions_of_olmo3():
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = read("olmo3", rope_scaling=yarn)
-    assert config.local_rope == Rope(theta=5e5)
-    assert config.rope.scaling == YarnScaling(
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo3"])
+def test_yarn(family):
+    config = read(family, rope_theta=5e5, rope_scaling=YARN)
+    scaling = YarnScaling(
         factor=8.0,
         fast=32.0,
         slow=1.0,
         original_max_positions=8192,
         magnitude=1.2079441541679836,
     )
+    assert config.rope == Rope(theta=5e5, scaling=scaling)
+    assert config.local_rope == (Rope(theta=5e5) if family == "olmo3" else None)
+    assert config.max_positions >= 65536
+
+
+def test_settings_of_yarn():
+    given = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 40.0}
+    given |= {"original_max_position_embeddings": 4096, "truncate": False}
+
+    def scaling(**more):
+        return read("qwen3", rope_parameters={**given, **more}).rope.scaling
+
+    assert isinstance(scaling(), UnroundedYarnScaling)
+    assert scaling(mscale=2.0).magnitude == scaling().magnitude
+    assert scaling(mscale=2.0, mscale_all_dim=2.0).magnitude == 1.0
+    both = scaling(mscale=1.0, mscale_all_dim=0.5).magnitude
+    assert both == (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)
+    assert scaling(attention_factor=1.5, mscale=2.0).magnitude == 1.5
+    assert scaling(factor=0.5).magnitude == 1.0
 
 
 def test_rotary_positions_of_phi():
@@ -81,6 +99,56 @@ def test_rotary_positions_of_phi():
     given = {"rope_scaling": {**LONG, "attention_factor": 1.5}}
     assert read("phi3", **{**HALF, **given}).rope.scaling.magnitude == 1.5
     assert read("phi3", max_position_embeddings=131072).max_positions == 131072
+
+
+def test_rotary_positions_of_ministral():
+    config = read("ministral3")
+    assert (config.rope.growth, config.rope.period) == (0.1, 16384)
+    assert config.rope.scaling.magnitude == 1.0
+    assert config.max_positions == 262144
+    given = {**YARN, "llama_4_scaling_beta": 0, "max_position_embeddings": 65536}
+    assert read("ministral3", rope_parameters=given).rope.growth == 0
+
+
+@pytest.mark.parametrize("more", [{}, {"rope_scaling": YARN}])
+def test_rotary_positions_of_glm(more):
+    rope = read("glm4", **more).rope
+    assert rope.num_rotated(128) == 64
+    assert isinstance(rope.scaling, YarnScaling) == bool(more)
+
+
+DENSE = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
+
+
+def test_dense_granite4():
+    config = read("granitemoehybrid", **DENSE, shared_intermediate_size=128)
+    assert (config.intermediate_size, config.rotates) == (128, False)
+    assert read("granitemoehybrid", **DENSE, position_embedding_type="rope").rotates
+
+
+def part(model_type="mistral", **more):
+    text = {**SHAPE, "model_type": model_type, "tie_word_embeddings": True}
+    return model_config({"model_type": "mistral3", "text_config": text, **more})
+
+
+def test_text_model_of_a_model_with_several_parts():
+    config = part(image_token_index=10, vision_config={"hidden_size": 8})
+    assert config.model_type == "mistral"
+    assert config.tie_embeddings
+    assert not part(tie_word_embeddings=False).tie_embeddings
+    assert part("ministral3").rope.growth == 0.1
+    (name, *_) = linear_names(config)
+    assert name == "model.language_model.layers.0.self_attn.q_proj"
+    assert linear_path(name) == "layers.0.self_attn.q_proj"
+
+
+def test_refused_models_with_several_parts():
+    with pytest.raises(ModelError, match="model_type='llama'; for mistral3, wanted"):
+        part("llama")
+    with pytest.raises(ModelError, match="text_config=None; wanted the settings of"):
+        part(text_config=None)
+    with pytest.raises(ModelError, match=r"sets audio_config=.*, which is not read"):
+        part(audio_config={"hidden_size": 8})
 
 
 def test_layers_with_experts():
@@ -122,7 +190,32 @@ def test_a_family_reads_what_changes_its_layers_or_refuses_it(key, value):
         ),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "without 'short_factor'"),
         ("phi3", {"rope_scaling": {"type": "linear"}}, "supported: default, longrope"),
-        ("llama", {"rope_scaling": LONG}, "supported: default, linear, llama3"),
+        ("llama", {"rope_scaling": LONG}, "supported: default, linear, llama3, yarn"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "without 'origin"),
+        (
+            "qwen2",
+            {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 32}},
+            "beta_fast=1, which must be at least beta_slow=32",
+        ),
+        ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1, with which"),
+        ("llama", {"rope_scaling": {**YARN, "mscale": -1}}, "mscale=-1; wanted a num"),
+        ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false for"),
+        ("granitemoehybrid", {}, "num_local_experts=8: Granite models with experts"),
+        ("granitemoehybrid", {"num_local_experts": 0}, "layer_types=None; .* Mamba"),
+        (
+            "granitemoehybrid",
+            {**DENSE, "layer_types": ["mamba", "attention"] * 2},
+            r"layer_types=\['mamba', .*; wanted attention for each of the 4 layers",
+        ),
+        (
+            "granitemoehybrid",
+            {**DENSE, "position_embedding_type": "alibi"},
+            "position_embedding_type='alibi'; wanted rope, nope",
+        ),
+        ("glm4", {"partial_rotary_factor": 0.01}, "1 features rotate; wanted an even"),
+        ("glm4", {"rope_scaling": {"type": "linear"}}, "supported: default, yarn"),
+        ("ministral3", {"rope_parameters": YARN}, "without 'llama_4_scaling_beta'"),
+        ("ministral3", {"rope_theta": 1e4, "rope_scaling": LONG}, "supported: yarn"),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok=8, more than its 4 e"),
         (
             "qwen3_moe",
@@ -157,11 +250,16 @@ def test_a_model_with_vision_is_read_as_its_text_model():
         "text_config": text,
         "vision_config": {"depth": 1},
     }
-    assert model_config(whole) == model_config(text)
+    found = model_config(whole)
+    family = dataclasses.replace(found.family, composite=None)
+    assert dataclasses.replace(found, family=family) == model_config(text)
     tied = {**whole, "tie_word_embeddings": True}
     assert model_config(tied).tie_embeddings
-    with pytest.raises(ModelError, match="text_config=None; wanted an object"):
+    with pytest.raises(ModelError, match="text_config=None; wanted the settings"):
         model_config({"model_type": "qwen3_5"})
+    match = "text_config with model_type='other'; for qwen3_5, wanted one of"
+    with pytest.raises(ModelError, match=match):
+        model_config({**whole, "text_config": {**text, "model_type": "other"}})
 
 
 @pytest.mark.parametrize(

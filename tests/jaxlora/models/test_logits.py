@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, load_model
-from jaxlora.models.registry import FAMILIES
+from jaxlora.models.registry import COMPOSITES, FAMILIES
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.scoring import softcap
 from tests.oracle import relative_error
 
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
 CASES = sorted(path.name for path in MODELS.iterdir())
+# The triangular systems of their chunks magnify rounding, here and in transformers.
+HYBRIDS = ("qwen3_5", "qwen3_6")
 NO_ADAPTER = Routing(block_adapter=jnp.zeros(1, jnp.int32))  # the base has no slots
 
 
@@ -81,7 +83,7 @@ def logits_and_gradient(model, samples, total):
 
 def test_there_is_a_case_for_every_family():
     cases = {load_config(MODELS / name)["model_type"] for name in CASES}
-    assert cases == set(FAMILIES)
+    assert cases == {*FAMILIES, *COMPOSITES}
     assert {"llama2", "llama3", "smollm2", "gemma3_v4", "gemma3_v5"} <= set(CASES)
 
 
@@ -92,9 +94,10 @@ def test_logits_and_gradients_equal_those_of_transformers(case):
     golden = np.load(MODELS / case / "logits.npz")
     samples = [golden["tokens_0"], golden["tokens_1"]]
     actual, gradient = logits_and_gradient(model, samples, 256)
+    own = 3e-5 if case in HYBRIDS else 1e-5
     for i, logits in enumerate(actual):
-        assert relative_error(logits, golden[f"logits_{i}"]) < 1e-5
-    assert relative_error(gradient, golden["gradient_0"]) < 2e-5
+        assert relative_error(logits, golden[f"logits_{i}"]) < own
+    assert relative_error(gradient, golden["gradient_0"]) < 2 * own
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_logits_and_gradients_equal_those_of_transformers(case):
     [
         *(
             pytest.param(case, marks=pytest.mark.grid)
-            for case in ("llama3", "gemma3_v4")
+            for case in ("llama3", "gemma3_v4", "qwen3_5")
         ),
         *("gemma2", "gemma3_v5"),
     ],

@@ -50,16 +50,31 @@ HYBRID = (
     *(f"linear_attn.{name}" for name in ("in_proj_b", "in_proj_a", "out_proj")),
     *LINEARS[4:],
 )
-OTHER_LINEARS = {"phi3": FUSED, "qwen3_moe": OF_EXPERTS, "qwen3_5_text": HYBRID}
+OTHER_LINEARS = {
+    "phi3": FUSED,
+    "qwen3_moe": OF_EXPERTS,
+    "glm4": (*LINEARS[:4], *FUSED[2:]),
+    "granitemoehybrid": (
+        *LINEARS[:4],
+        "shared_mlp.input_linear",
+        "shared_mlp.output_linear",
+    ),
+    "qwen3_5_text": HYBRID,
+}
 EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 96,
 }
+DENSE = {
+    "num_local_experts": 0,
+    "layer_types": ["attention"] * 3,
+    "shared_intermediate_size": 96,
+}
 
 
 def config_of(family: str) -> ModelConfig:
-    more = EXPERTS if family == "qwen3_moe" else {}
+    more = {"qwen3_moe": EXPERTS, "granitemoehybrid": DENSE}.get(family, {})
     return model_config({"model_type": family, **SIZES, **more})
 
 
@@ -87,6 +102,8 @@ def test_every_linear_and_norm_has_its_size(family):
         "up_proj": (64, inner),
         "gate_up_proj": (64, 2 * inner),
         "down_proj": (inner, 64),
+        "input_linear": (64, 2 * inner),
+        "output_linear": (inner, 64),
         "in_proj_qkv": (64, (2 * 16 + 32) * 128),
         "in_proj_z": (64, 32 * 128),
         "in_proj_b": (64, 32),

@@ -117,6 +117,11 @@ def test_chosen_layers():
     windows = ((1024,) * 5 + (None,)) * 8
     gemma = dataclasses.replace(with_layers(LLAMA_8B, 48), layer_windows=windows)
     assert chosen_layers(llama(gemma)) == 6
+    # Each fourth layer is of another kind.
+    heads = {k: tiny.CONFIG[k] for k in ("num_attention_heads", "vocab_size")}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 32}
+    hybrid = model_config({"model_type": "qwen3_5_text", **heads, **sizes})
+    assert chosen_layers(llama(hybrid)) == 4
     unlike = dataclasses.replace(with_layers(LLAMA_8B, 20), layer_windows=(*range(20),))
     assert chosen_layers(llama(unlike)) is None
 

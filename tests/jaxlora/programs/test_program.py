@@ -1,5 +1,6 @@
 """Functions whose programs are compiled ahead of their calls, or loaded."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.programs import kept as on_disk
 from jaxlora.programs import key, program
-from jaxlora.programs.kept import KeptPrograms, deserialize
+from jaxlora.programs.kept import KeptPrograms, SavedProgram
 from jaxlora.programs.program import (
     Prepared,
     Program,
@@ -109,12 +111,15 @@ def test_a_loaded_program_is_the_compiled_one(kept):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (x.sharding, x.committed) == (y.sharding, y.committed)
-    memory = [
-        p.prepare(*arguments()).compiled().memory_analysis() for p in (first, second)
-    ]
+    prepared = [p.prepare(*arguments()) for p in (first, second)]
+    kept_memory = [one.memory_analysis() for one in prepared]
+    memory = [one.compiled().memory_analysis() for one in prepared]
     for name in ("argument", "output", "alias", "temp"):
         sizes = [getattr(m, f"{name}_size_in_bytes") for m in memory]
         assert sizes[0] == sizes[1]
+        if name != "argument":
+            own = [getattr(m, f"{name}_size_in_bytes") for m in kept_memory]
+            assert own == sizes
 
 
 def test_a_program_for_each_shape(kept):
@@ -144,6 +149,14 @@ def test_a_program_is_prepared_before_there_are_arrays(kept):
     result = one(*arguments())
     assert one.num_compilations() == 1
     assert jax.tree.map(lambda x: x.shape, found) == jax.tree.map(jnp.shape, result)
+    again = make().prepare(*shapes)
+    assert again.is_loaded
+    kept_info = again.out_info
+    assert jax.tree.structure(kept_info) == jax.tree.structure(result)
+    for info, x in zip(
+        jax.tree.leaves(kept_info), jax.tree.leaves(result), strict=True
+    ):
+        assert (info.shape, info.dtype) == (x.shape, x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +173,8 @@ def test_an_entry_that_cannot_be_loaded(kept, caplog, how):
     elif how == "another pickle":
         kept.write(path.stem, pickle.dumps({"x": 1}))
     else:
-        _, *others = pickle.loads(kept.read(path.stem))
-        kept.write(path.stem, pickle.dumps((b"", *others)))
+        saved = SavedProgram.read(kept.read(path.stem))._replace(executable=b"")
+        kept.write(path.stem, pickle.dumps(saved))
     one = make()
     assert bits(one(*arguments())) == bits(jax.jit(step)(*arguments()))
     assert one.num_compilations() == 1
@@ -190,7 +203,7 @@ def test_a_program_of_jaxs_cache_is_not_serialized_again(kept, tmp_path):
         make()(*arguments())
     wait_until_kept()
     (path,) = kept.folder.iterdir()
-    loaded = deserialize(kept.read(path.stem), arguments())
+    loaded = SavedProgram.read(kept.read(path.stem)).load(arguments())
     assert bits(loaded(*arguments())) == bits(jax.jit(step)(*arguments()))
 
 
@@ -258,9 +271,18 @@ def test_programs_are_counted_while_they_are_compiled(monkeypatch, is_terminal):
 
 
 def test_the_collector_runs_again_after_an_error():
-    with pytest.raises(ValueError), program.no_garbage_collection():
+    with pytest.raises(ValueError), no_garbage_collection():
         assert not gc.isenabled()
         raise ValueError
+    assert gc.isenabled()
+
+
+def test_the_collector_pauses_until_the_last_block_ends():
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(no_garbage_collection())
+        second.enter_context(no_garbage_collection())  # as another thread may
+        first.close()
+        assert not gc.isenabled()
     assert gc.isenabled()
 
 
@@ -287,3 +309,54 @@ def test_a_call_does_not_wait_until_its_program_is_kept(kept, monkeypatch):
     again = make()  # waits for the entry
     again(*arguments())
     assert again.num_compilations() == 0
+
+
+def test_an_entry_that_cannot_be_looked_up_is_none(tmp_path):
+    """Such as one in a folder of somebody else; here, its name is too long."""
+    assert not KeptPrograms(folder=tmp_path).has("k" * 1000)
+
+
+@pytest.fixture
+def lowering(monkeypatch):
+    """Lowers in other threads where that is allowed; lists which thread did."""
+    threads, traced = [], jax.stages.Traced
+    lower = traced.lower
+
+    def noted(self, *args, **settings):
+        threads.append(threading.current_thread())
+        return lower(self, *args, **settings)
+
+    monkeypatch.setattr(traced, "lower", noted)
+    monkeypatch.setattr(program, "lowers_elsewhere", lambda: True)
+    return threads
+
+
+def test_lowering_in_a_thread_is_timed_and_not_interrupted(lowering, monkeypatch):
+    """By the collector, as lowering in the thread that traces is not."""
+    now, lower = [0.0], jax.stages.Traced.lower
+
+    def slow(self):
+        assert not gc.isenabled()
+        now[0] += 100
+        return lower(self)
+
+    monkeypatch.setattr(program.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax.stages.Traced, "lower", slow)
+    prepared = make().prepare(*arguments())
+    prepared.compiled()
+    assert threading.current_thread() not in lowering
+    assert prepared.seconds == 100
+
+
+@pytest.mark.parametrize(
+    "context", [jax.enable_x64, lambda _: jax.default_device(jax.devices()[-1])]
+)
+def test_settings_of_one_thread_hold_where_a_program_is_lowered(lowering, context):
+    def draw(x):
+        return x + jax.random.uniform(jax.random.key(0), x.shape, x.dtype)
+
+    with context(True):
+        x = np.zeros(4, jax.dtypes.canonicalize_dtype(np.float64))
+        found = Program(jax.jit(draw), "a draw", ("draw",))(x)
+        assert lowering == [threading.current_thread()]
+        assert found.dtype == x.dtype and found.devices() == jax.jit(draw)(x).devices()

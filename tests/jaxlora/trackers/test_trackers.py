@@ -1,6 +1,8 @@
 """Each job is a run of its own in every tracker, with the same names of metrics."""
 
+import os
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -214,3 +216,30 @@ def test_settings_are_plain_values():
     assert found["data"] == "none.jsonl" and found["num_steps"] == 10
     assert all(isinstance(value, str | int | float | bool) for value in found.values())
     assert not job_metrics(made_events.window(1))
+
+
+def test_tensorboard_imports_no_torch(tmp_path):
+    """tensorboardX would import it wherever it is installed, for seconds."""
+    (tmp_path / "torch.py").write_text("Tensor = int\n")
+    (tmp_path / "other.py").write_text("import torch\n")
+    program = """
+import sys, threading
+import jaxlora.trackers.tensorboard
+print("torch" in sys.modules)
+with jaxlora.trackers.tensorboard._without("torch"):
+    other = threading.Thread(target=__import__, args=("other",))
+    other.start()
+    other.join()
+print("other" in sys.modules)
+import torch  # others find it
+print(torch.Tensor)
+"""
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["False", "True", "<class 'int'>"]

@@ -62,7 +62,7 @@ def train_together(model, jobs: list[JobState], capacity: int = 128, **slots: An
                 which: executor.log_likelihoods(slot, batch, None)
                 for which, batch in job.plain_batches(slot).items()
             }
-        executor.load(slot, job.start, job.settings.optimizer)
+        executor.load(slot, slots.pad(job.start), job.settings.optimizer)
         job.update(status="running", slot=slot)
     steps = {job.name: [] for job in jobs}
     every = [

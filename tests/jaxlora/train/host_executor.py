@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import pytest
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.state import own_shapes
 from jaxlora.adapters.parked_slot import ParkedSlot, ReadSlot
-from jaxlora.adapters.staged_slots import StagedSlots
+from jaxlora.adapters.slots import PaddedAdapter
+from jaxlora.adapters.staged_slots import Padded, StagedSlots
 from jaxlora.data.pack import JobBatch
 from jaxlora.plan.stream_plan import StreamTick, TickSource
 from jaxlora.train.execute.executor import Executor, Outcomes, StepOutcome
@@ -34,6 +36,13 @@ class HostSlots(StagedSlots):
     def __init__(self):
         self.tables = ()
         self.states: dict[int, ParkedSlot] = {}  # values that never change
+
+    @property
+    def row_bytes(self) -> int:
+        return 1
+
+    def pad(self, adapter: Adapter) -> Padded:
+        return (PaddedAdapter(adapter, {}, {}),)
 
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         params = {path: np.array(x) for path, x in adapter.by_path().items()}
@@ -61,8 +70,10 @@ class HostSlots(StagedSlots):
     def copy(self, slot: int) -> ParkedSlot:
         return self.states[slot]
 
-    def read(self, slot: int, like: Adapter) -> Adapter:
-        return self.states[slot].adapter(like)
+    def begin_reading(self, slot: int, like: Adapter) -> Future[Adapter]:
+        found: Future[Adapter] = Future()
+        found.set_result(self.states[slot].adapter(like))
+        return found
 
     def snapshot(self) -> ReadSlot:
         return dict(self.states).__getitem__
@@ -106,8 +117,8 @@ class HostExecutor(Executor):
 
     # ---- slots ---------------------------------------------------------------------
 
-    def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
-        self.host.load(slot, adapter, optimizer)
+    def load(self, slot: int, padded: Padded, optimizer: str) -> None:
+        self.host.load(slot, padded[0].adapter, optimizer)
         self.steps[slot] = 0
 
     def restore(self, slot: int, parked: ParkedSlot, like: Adapter) -> None:
@@ -215,13 +226,19 @@ class HostExecutor(Executor):
 
     # ---- evaluation ----------------------------------------------------------------
 
-    def evaluate(self, jobs: Mapping[int, JobState]) -> dict[int, dict[str, float]]:
+    def begin_evaluation(
+        self, jobs: Mapping[int, JobState]
+    ) -> Callable[[], dict[int, dict[str, float]]]:
         if (eval_loss := self.eval_loss) is not None:
-            return {
+            found = {
                 slot: {"loss": eval_loss(job.name, self.steps[slot])}
                 for slot, job in jobs.items()
             }
-        return {slot: {"loss": self._loss_of(self.host.states[slot])} for slot in jobs}
+        else:
+            found = {
+                slot: {"loss": self._loss_of(self.host.states[slot])} for slot in jobs
+            }
+        return lambda: found
 
     def log_likelihoods(
         self, slot: int, batch: JobBatch, adapter: Adapter | None

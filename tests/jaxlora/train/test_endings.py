@@ -87,16 +87,17 @@ def test_a_stop_where_an_evaluation_was_due_needs_no_other(train, long):
 def test_a_stopped_job_keeps_its_best(train, long, monkeypatch, is_better):
     """Its last weights compete, also where no evaluation was due."""
     if not is_better:
-        evaluate = HostExecutor.evaluate
+        evaluate = HostExecutor.begin_evaluation
 
         def worse(self, runs):
-            found = evaluate(self, runs)
-            return {
+            found = evaluate(self, runs)()
+            losses = {
                 slot: {"loss": found[slot]["loss"] + r.progress.step}
                 for slot, r in runs.items()
             }
+            return lambda: losses
 
-        monkeypatch.setattr(HostExecutor, "evaluate", worse)
+        monkeypatch.setattr(HostExecutor, "begin_evaluation", worse)
     best = long.replace(keep_best=True)
     outcome = train([best], on_window=stop("job0"))
     assert outcome.progress["job0"].best_step == (4 if is_better else 0)
@@ -139,16 +140,17 @@ def test_a_stop_during_the_first_evaluation(train, long, monkeypatch):
 
 
 def test_a_last_evaluation_that_is_not_finite(train, long, jobs, monkeypatch):
-    evaluate = HostExecutor.evaluate
+    evaluate = HostExecutor.begin_evaluation
 
     def infinite(self, runs):
-        found = evaluate(self, runs)
-        return {
+        found = evaluate(self, runs)()
+        values = {
             slot: {"loss": math.inf} if r.progress.step else found[slot]
             for slot, r in runs.items()
         }
+        return lambda: values
 
-    monkeypatch.setattr(HostExecutor, "evaluate", infinite)
+    monkeypatch.setattr(HostExecutor, "begin_evaluation", infinite)
     outcome = train([long], on_window=stop("job0"))
     progress = outcome.progress["job0"]
     assert progress.status == "failed"

@@ -25,6 +25,7 @@ from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
 from jaxlora.train.loop import Loop
+from jaxlora.train.report.stopwatch import Stopwatch
 from jaxlora.train.run import Run
 from tests import tiny
 from tests.jaxlora.train.host_executor import HostExecutor, HostSlots
@@ -105,7 +106,8 @@ def drive(tmp_path):
         with contextlib.closing(log):
             run = mock.create_autospec(Run, instance=True, plan=plan, round=0)
             run.live, run.jobs, run.control = live, runs, Control()
-            run.sampler = run.meter = run.slots = None
+            run.sampler = run.meter = None
+            run.slots, run.watch = executor.host, Stopwatch()
             run.export, run.send = export, log.on_event
             run.send_of = functools.partial(Run.send_of, run)
             run.has_events = False

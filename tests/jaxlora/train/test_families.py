@@ -31,8 +31,12 @@ FAMILIES = (
     "olmo3",
     "phi4_mini",
     "qwen3_moe",
+    "ministral3",
+    "glm4",
+    "granite4",
     "qwen3_5",
 )
+MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,7 @@ def test_no_bit_depends_on_the_rows_of_others(train, pair):
     assert_same_training(with_wild, together, [pair[0].name])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
 def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
     often = {"window_steps": 1, "checkpoint_every": 1}
@@ -112,7 +117,7 @@ def test_recomputing_changes_rounding_at_most(train, pair, remat):
 
 @pytest.mark.grid
 @pytest.mark.needs_devices(4)
-@pytest.mark.parametrize("folder", ["smollm3", "qwen3_moe", "qwen3_5"], indirect=True)
+@pytest.mark.parametrize("folder", MESHED, indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
     pair = [job.replace(target_modules="all-linear") for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}

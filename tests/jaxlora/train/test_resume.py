@@ -29,6 +29,7 @@ from tests.jaxlora.train.runs import (
     adapter_bytes,
     events_of,
 )
+from tests.jaxlora.train.test_start_imports import IMPORTED_BY
 
 # Kills itself at the given line of the metrics, wherever the run is just then: the
 # checkpoint of that round is still being written in the background.
@@ -48,9 +49,9 @@ from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1], *sys.argv[3:]]))
 """
 
-# Kills itself in the middle of the second checkpoint, while a later step has ended.
+# Kills itself in the middle of the second checkpoint, when a later step has ended.
 KILL_IN_WRITE = """
-import os, signal, sys, threading
+import json, os, signal, sys, threading
 from jaxlora.run.log import RunLog
 from jaxlora.train.saved import checkpoint
 left, write, goes_on = 2, RunLog._write, threading.Event()
@@ -65,9 +66,34 @@ def sync(folder, sync_files=checkpoint.sync_files):
     sync_files(folder)
 def note(self, line):
     write(self, line)
-    if left == 0 and b'"event": "step"' in line:
+    event = json.loads(line)
+    if event["event"] == "step" and event["round"] >= 5:
         goes_on.set()
 checkpoint.sync_files, RunLog._write = sync, note
+from jaxlora.cli.main import main
+sys.exit(main(["train", sys.argv[1]]))
+"""
+
+# Ends at the line of the metrics that has the first step, and says which programs were
+# compiled until then and which modules were imported.
+FIRST_STEP = """
+import gc, json, os, sys
+import jax
+from jaxlora.run.log import RunLog
+compiled = []
+def on_duration(event, seconds, **names):
+    if event == "/jax/core/compile/backend_compile_duration":
+        compiled.append(names.get("fun_name", "?"))
+jax.monitoring.register_event_duration_secs_listener(on_duration)
+def end(self, line, write=RunLog._write):
+    if b'"event": "step"' in line:
+        from jaxlora.programs.program import wait_until_kept
+        wait_until_kept()
+        assert gc.isenabled()
+        print(json.dumps({"compiled": compiled, "modules": [*sys.modules]}), flush=True)
+        os._exit(0)
+    write(self, line)
+RunLog._write = end
 from jaxlora.cli.main import main
 sys.exit(main(["train", sys.argv[1]]))
 """
@@ -116,6 +142,12 @@ def make_run(tmp_path_factory):
 
 def killed(run_file, *arguments, program: str = KILL) -> None:
     """Trains in a process of its own, which kills itself."""
+    ended = trained(program, run_file, *arguments)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def trained(program: str, *arguments) -> subprocess.CompletedProcess[str]:
+    """Trains in a process of its own."""
     # With as many devices as here, it finds the programs of this process.
     env = os.environ | {
         "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", ""),
@@ -123,19 +155,28 @@ def killed(run_file, *arguments, program: str = KILL) -> None:
         # No test patches the code of these processes: one traces, the others load.
         "JAXLORA_KEEP_PROGRAMS": "1",
     }
-    ended = subprocess.run(
-        [sys.executable, "-c", program, run_file, *arguments],
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
         env=env,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
 def command(run_file, *arguments) -> int:
     """Trains in this process; returns the exit status of `jaxlora`."""
     return main(["train", str(run_file), *arguments])
+
+
+def test_the_second_start_compiles_nothing_and_imports_what_it_needs(make_run):
+    """Each small program would take 20 to 100 ms on a GPU, orbax half a second."""
+    ends = [trained(FIRST_STEP, make_run(name)) for name in ("cold", "again")]
+    assert [one.returncode for one in ends] == [0, 0], ends[0].stderr + ends[1].stderr
+    assert "jaxlora: error" not in ends[1].stderr and "loaded" in ends[1].stderr
+    found = json.loads(ends[1].stdout)
+    assert found["compiled"] == []
+    assert (IMPORTED_BY.keys() & {*found["modules"]}) <= {"tensorboardX"}
 
 
 @pytest.fixture

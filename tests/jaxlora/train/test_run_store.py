@@ -78,7 +78,7 @@ def store(disk, tmp_path):
 def export(store, name, step=1):
     job = Mock(spec=JobState)
     job.name, job.progress = name, JobProgress(step=step)
-    store.export(1, job, Mock(spec=Adapter))
+    store.export(1, job, lambda: Mock(spec=Adapter))
 
 
 def save(store, number):

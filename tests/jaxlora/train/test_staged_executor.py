@@ -120,7 +120,7 @@ def by_hand(model, jobs):
         slots = layout.empty_slots()
         executor = Executor(layout, model.params, slots, config.limits)
         for slot, job in runs.items():
-            executor.load(slot, job.start, job.settings.optimizer)
+            executor.load(slot, slots.pad(job.start), job.settings.optimizer)
         items, outcomes = [], {slot: [] for slot in runs}
         source = FixedTicks(schedule)
         for item in executor.run(source, runs):

@@ -10,6 +10,8 @@ import pytest
 from jaxlora import RunConfig, Trainer
 from jaxlora.errors import ConfigError
 from jaxlora.plan.mesh.candidates import Search
+from jaxlora.run.callback import Callback
+from jaxlora.run.events import StepEvent
 from jaxlora.train import open_run
 from jaxlora.train.report.summary import JobResult
 from tests.jaxlora.train.counted_run import interrupt
@@ -104,9 +106,28 @@ def test_fresh_weights_are_drawn_when_a_job_starts(config, model, monkeypatch):
         }
 
 
-def test_modules_for_training_are_imported_beside_the_load(config, monkeypatch):
-    names = "jaxlora.trackers.tensorboard", "jaxlora.train.saved.checkpoint"
-    for name in names:
+def test_the_first_steps_do_not_wait_for_what_later_ones_need(config, monkeypatch):
+    """TensorBoard is imported in a thread, and what writes checkpoints after a step."""
+    tensorboard = "jaxlora.trackers.tensorboard"
+    checkpoints = "jaxlora.train.saved.checkpoint"
+    for name in (tensorboard, checkpoints):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    Trainer(config(report_to="tensorboard", microbatch_tokens=128))
-    assert sys.modules.keys() >= set(names)
+    begun, imported = [], []
+    start = open_run.in_background
+    monkeypatch.setattr(
+        open_run, "in_background", lambda run: begun.append(start(run)) or begun[-1]
+    )
+
+    class Watch(Callback):
+        def on_event(self, event):
+            imported.append((type(event), checkpoints in sys.modules))
+
+    settings = {"microbatch_tokens": 128, "checkpoint_every": 100}
+    trainer = Trainer(config(report_to="tensorboard", **settings))
+    for one in begun:
+        one.result(timeout=_SECONDS)
+    assert tensorboard in sys.modules
+    trainer.train(callbacks=[Watch()])
+    first = next(i for i, (kind, _) in enumerate(imported) if kind is StepEvent)
+    assert not any(is_there for _, is_there in imported[: first + 1])
+    assert checkpoints in sys.modules

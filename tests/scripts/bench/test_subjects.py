@@ -73,7 +73,7 @@ def test_a_large_model_is_refused_without_a_gpu(capsys, monkeypatch):
 def test_a_benchmark_takes_the_memory_that_training_takes(subject, share, monkeypatch):
     """In the variable that its processes inherit."""
 
-    def choose(local_ids, environ, *, gathers):
+    def choose(local_ids, environ, *, gathers, query):
         taken = gpu_share.GATHERING_SHARE if gathers else gpu_share.SHARE
         return taken, "a free GPU"
 

@@ -58,6 +58,17 @@ def base_rounded_with_its_bias(x, w, a, b, bias):
     return to_bfloat16_and_back(x @ w + bias) + SCALE * (x @ a @ b)
 
 
+@careful(
+    dtype=jnp.bfloat16,
+    bias=3 * random_array("bias", (N,)),
+    columns=2 + random_array("columns", (N,)),
+)
+def bias_scaled_with_a_rounded_base(x, w, a, b, bias, columns):
+    base = (x @ w).astype(jnp.float32) + bias
+    branch = (x @ a @ b).astype(jnp.float32)
+    return (base * columns + branch * columns).astype(x.dtype)
+
+
 @careful()
 def everything_rounded(x, w, a, b):
     s, base = to_bfloat16_and_back(x @ a), to_bfloat16_and_back(x @ w)

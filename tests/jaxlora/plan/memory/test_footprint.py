@@ -76,7 +76,9 @@ def test_a_step_on_a_cpu(layers_per_program):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
-@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.grid), "layer"]
+)
 def test_a_step_of_layers_of_two_kinds(remat):
     """The first three of four have a gated delta net in the place of attention."""
     given = {k: v for k, v in CONFIG.items() if k not in ("head_dim", "rope_theta")}

@@ -48,6 +48,15 @@ def test_a_gpu_of_its_own(smi, caplog):
     assert "JAX takes 92%, as no other process uses it" in caplog.text
 
 
+def test_what_was_asked_before_is_used(smi):
+    smi(LINES)
+    environ = {}
+    used = gpu_share.query_gpus()
+    smi(ONE)
+    take_free_gpus(None, environ, query=lambda: used)
+    assert environ == {}  # another process uses the second GPU
+
+
 def test_gathered_weights_have_memory_outside_of_the_share(smi, caplog):
     smi(ONE)
     environ = {}

@@ -1,8 +1,5 @@
 """The largest capacity that fits, where memory does not grow evenly with it."""
 
-import pytest
-
-from jaxlora.plan.memory import bounds
 from jaxlora.plan.memory.bounds import Bounds, largest_fitting
 from jaxlora.plan.memory.footprint import Footprint
 from jaxlora.plan.stages import MeshFootprint
@@ -43,9 +40,7 @@ def test_a_pipeline_needs_what_its_tightest_stage_needs():
         assert both.fitting_tokens(needed) == tokens
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_the_largest_that_fits(monkeypatch, num_threads):
-    monkeypatch.setattr(bounds, "_num_threads", lambda: num_threads)
+def test_the_largest_that_fits():
     for num_bytes in range(1000, 50_000, 700):
         fitting = [t for t in CAPACITIES if estimate(t).total_bytes(t) <= num_bytes]
         expected = max(fitting, default=None)

@@ -11,7 +11,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.models.config import ModelConfig
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.device_memory import DeviceMemory
-from jaxlora.plan.mesh.candidates import MARGIN
+from jaxlora.plan.mesh.candidates import MARGIN, _hides_calls
 from jaxlora.plan.mesh.choose import choose as choose_plan
 from jaxlora.plan.mesh.machine import Machine, this_machine
 from jaxlora.plan.run_plan import RunPlan
@@ -300,3 +300,17 @@ def test_nothing_fits():
 def test_stages_do_not_span_processes():
     several = dataclasses.replace(machine(4), num_processes=2)
     assert sizes(choose(LLAMA_70B, several, remat="layer")).stage == 1
+
+
+def test_long_samples_hide_the_calls_of_the_host():
+    """With any attention, as all take longer; see `decoder_seconds`."""
+    spec, speed = decoder(SMALL), find_speed("NVIDIA H200")
+    sizes = range(20_000, 80_000, 4_000)
+
+    def hidden(mean: float) -> list[bool]:
+        bounds = [
+            Bounds(smallest=n, largest=n, unit=n, sample_tokens=mean) for n in sizes
+        ]
+        return [_hides_calls(spec, one, speed) for one in bounds]
+
+    assert sum(hidden(8192.0)) > sum(hidden(64.0)) > 0

@@ -14,7 +14,7 @@ from scripts.bench.report import Timing
 from scripts.bench.run import together
 from scripts.bench.run.commands import Done
 from scripts.bench.run.packed_kernels import kernel_rows
-from scripts.bench.run.together import Bench, speeds, tables
+from scripts.bench.run.together import Bench, phases, speeds, tables
 
 
 def test_speeds_follow_from_the_batches_of_the_sweep():
@@ -125,3 +125,22 @@ def test_nothing_is_measured_after_the_limit(bench):
     made, _ = bench
     with pytest.raises(TimeoutError):
         dataclasses.replace(made, end=0.0).compile(["alone"])
+
+
+def test_phases_follow_from_the_lines_of_the_log():
+    lines = (
+        (9.0, "10:00:09 a starts in slot 0"),
+        (9.5, "10:00:09 b-32 starts in slot 1"),
+        (40.0, "10:00:40 b-32: finished (all steps are done)"),
+        (40.6, "10:00:40 a: stopped early (halving: it is not among the best)"),
+        (42.0, f"10:00:42 {together._SPENT}training 30.5, evaluation 0.2"),
+    )
+    assert phases(Done(began=0.0, seconds=45.0, lines=lines)) == {
+        "first_start_s": 9.0,
+        "starts_s": 0.5,
+        "ends_s": 0.6,
+        "after_ends_s": 4.4,
+        "after_run_s": 3.0,
+        "spent": "training 30.5, evaluation 0.2",
+    }
+    assert phases(Done(began=0.0, seconds=45.0, lines=lines[:-1])) == {}

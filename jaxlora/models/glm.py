@@ -1,0 +1,68 @@
+"""GLM-4, with norms before and after, and pairs of neighbours that rotate."""
+
+from typing import Annotated, Any, ClassVar
+
+from jaxlora.models.blocks.attention import Attention
+from jaxlora.models.blocks.mlp import Mlp
+from jaxlora.models.build import LayerBuilder
+from jaxlora.models.config import Family, ModelConfig, PartialRope, Rope
+from jaxlora.models.hf_config import (
+    Count,
+    Flag,
+    HeadDim,
+    Heads,
+    HfConfig,
+    Share,
+    YarnRope,
+    number,
+    only,
+)
+from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.phi import PartialRotary, read_partial_rope
+
+
+class _PartialYarn(YarnRope):
+    partial_rotary_factor: Share = 1.0
+
+    def build(self) -> Rope:
+        share = self.partial_rotary_factor
+        return PartialRope(theta=self.rope_theta, share=share, scaling=self.scaling())
+
+
+class Glm4Layer(DecoderLayer):
+    """`h += norm(attention(norm(h))); h += norm(mlp(norm(h)))`."""
+
+    def __init__(self, config: ModelConfig, make: LayerBuilder):
+        super().__init__(make)
+        self.attention_norm = make.norm("input_layernorm")
+        self.self_attn = Attention(config, make, neighbours=True)
+        self.attention_output_norm = make.norm("post_self_attn_layernorm")
+        self.mlp_norm = make.norm("post_attention_layernorm")
+        self.mlp = Mlp(config, make, fused=True)
+        self.mlp_output_norm = make.norm("post_mlp_layernorm")
+
+
+class Glm4(HfConfig):
+    """The config.json of a GLM-4."""
+
+    FAMILY: ClassVar[Family] = Family(
+        model_type="glm4",
+        models="GLM-4",
+        layer=Glm4Layer,
+        undivided="fused linears cannot be cut into equal parts",
+    )
+
+    max_position_embeddings: Count = 131072
+    num_key_value_heads: Heads | None = 2
+    head_dim: HeadDim | None = 128
+    rms_norm_eps: Annotated[float, number(1.0)] | None = 1.5625e-7
+    hidden_act: Annotated[Any, only("silu")] = "silu"
+    attention_bias: Flag = True
+    partial_rotary_factor: Share | None = 0.5
+
+    def build(self, **fields: Any) -> ModelConfig:
+        return super().build(qkv_bias=self.attention_bias, **fields)
+
+    def ropes(self) -> tuple[Rope, None]:
+        kinds = {"default": PartialRotary, "yarn": _PartialYarn}
+        return read_partial_rope(self, {}, kinds), None

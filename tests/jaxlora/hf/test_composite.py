@@ -1,0 +1,93 @@
+"""A text model that is one part of another, whose other parts are kept."""
+
+import json
+import logging
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
+from jaxlora.adapters.files.merge import merge_adapter
+from jaxlora.adapters.files.peft_export import export_peft
+from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.hf.checkpoint import open_checkpoint
+from jaxlora.hf.convert import convert
+from jaxlora.hf.tensor_file import TensorFile
+from jaxlora.models.structure import linear_names, linear_shapes
+
+BASE = pathlib.Path(__file__).parents[2] / "golden" / "models" / "mistral3"
+NAME = "model.language_model.layers.1.mlp.down_proj"
+
+
+def read(folder, file="model.safetensors"):
+    found = TensorFile(folder / file)
+    return {name: found.array(name) for name in found.names()}
+
+
+@pytest.fixture
+def exported(tmp_path) -> pathlib.Path:
+    """An adapter of one linear and of one row of the embedding."""
+    config, rng = open_checkpoint(BASE).config, np.random.default_rng(0)
+    k, n = linear_shapes(config)[NAME]
+    tensors = {"lora_a": rng.normal(size=(k, 2)), "lora_b": rng.normal(size=(2, n))}
+    row = rng.normal(size=(1, config.hidden_size)).astype(np.float32)
+    adapter = Adapter(
+        modules={
+            NAME: LoraWeights(
+                tensors={key: x.astype(np.float32) for key, x in tensors.items()},
+                rank=2,
+                lora_alpha=2.0,
+            )
+        },
+        outside={"token_rows": OutsideWeights(row, tokens=(5,))},
+    )
+    return export_peft(
+        adapter,
+        tmp_path / "adapter",
+        base_model=str(BASE),
+        linear_names=linear_names(config),
+    )
+
+
+def test_other_parts_are_skipped_and_said(caplog):
+    with caplog.at_level(logging.INFO):
+        checkpoint = open_checkpoint(BASE)
+    assert "not read: 15 tensors of other parts (multi_modal_" in caplog.text
+    checkpoint.check()
+    assert len(checkpoint.files) == 21
+
+
+def test_names_in_a_peft_folder(exported):
+    names = read(exported, "adapter_model.safetensors")
+    text = "base_model.model.model.language_model"
+    assert set(names) == {
+        f"{text}.layers.1.mlp.down_proj.lora_A.weight",
+        f"{text}.layers.1.mlp.down_proj.lora_B.weight",
+        f"{text}.embed_tokens.token_adapter.trainable_tokens_delta",
+    }
+    settings = json.loads((exported / "adapter_config.json").read_text())
+    assert settings["target_modules"] == [NAME]  # other parts have a down_proj, too
+    adapter = import_peft(exported, linear_shapes(open_checkpoint(BASE).config))
+    assert list(adapter.modules) == [NAME]
+    assert adapter.outside["token_rows"].tokens == (5,)
+
+
+def test_a_merged_model_has_all_parts(exported, tmp_path):
+    merged = merge_adapter(BASE, exported, tmp_path / "merged")
+    before, after = read(BASE), read(merged)
+    changed = {
+        name for name, x in before.items() if not np.array_equal(x, after.get(name))
+    }
+    down = "language_model.model.layers.1.mlp.down_proj.weight"
+    assert changed == {down, "language_model.model.embed_tokens.weight"}
+    assert json.loads((merged / "config.json").read_text()) == json.loads(
+        (BASE / "config.json").read_text()
+    )
+    open_checkpoint(merged).check()
+
+
+def test_a_converted_model_has_all_parts(tmp_path):
+    folder = convert(BASE, tmp_path / "out", dtype="bfloat16")
+    assert set(read(folder)) == set(read(BASE))
+    open_checkpoint(folder).check()
