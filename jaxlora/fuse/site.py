@@ -198,7 +198,7 @@ class Linear:
 
     @property
     def precision(self) -> lax.Precision | None:
-        """What its products are asked for; None: they differ."""
+        """The precision that its products are asked for; None: they differ."""
         asked = frozenset().union(*(term.precisions for term in self.terms))
         return None if len(asked) > 1 else next(iter(asked), lax.Precision.DEFAULT)
 

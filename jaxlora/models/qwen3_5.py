@@ -157,11 +157,12 @@ class Qwen35(HfConfig):
 
 QWEN3_5 = Composite(
     model_type="qwen3_5",
-    models="text models of Qwen3.5 and Qwen3.6 with vision",
-    texts=("qwen3_5_text",),
+    models="Qwen3.5, Qwen3.6",
+    texts=(Qwen35.FAMILY.model_type,),
     keys=frozenset(
         {
             "image_token_id",
+            "language_model_only",
             "video_token_id",
             "vision_config",
             "vision_end_token_id",

@@ -56,7 +56,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """What the linears of a layer make of its rows.
+    """The outputs of a layer's linears, from which the rule computes.
 
     Attributes:
         mixed: Queries, keys and values before the convolution, in this order.
@@ -70,7 +70,7 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaCache(NamedTuple):
-    """What generation keeps of B sequences in a layer with the gated delta rule.
+    """The state of B sequences in a layer with the gated delta rule, in generation.
 
     Attributes:
         mixed: The last P = W - 1 rows before the convolution.
@@ -339,7 +339,7 @@ def _run_chunks(
 
 
 class _Chunk(NamedTuple):
-    """What a chunk, or a stack of N of them, computes with before S is known.
+    """The values of a chunk, or of a stack of N, that do not depend on S.
 
     Attributes:
         q, k, v, beta: Rows.

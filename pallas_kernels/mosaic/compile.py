@@ -266,7 +266,8 @@ def lowers_elsewhere() -> bool:
     Programs can then be lowered in threads. In this process, Mosaic would number the
     kernels in an order that changes from run to run.
     """
-    return _num_workers() > 0
+    is_here = device.planned_device() is None and hopper.unsupported_device() is None
+    return is_here and _num_workers() > 0
 
 
 def start_workers() -> None:
@@ -274,8 +275,7 @@ def start_workers() -> None:
 
     They take some seconds to start. The first kernel starts them, too.
     """
-    is_here = device.planned_device() is None and hopper.unsupported_device() is None
-    if is_here and lowers_elsewhere():
+    if lowers_elsewhere():
         with _lock:
             _start_all()
 

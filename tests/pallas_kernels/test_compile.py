@@ -122,6 +122,7 @@ class MosaicProgram:
 def test_a_kernel_is_compiled_as_soon_as_it_is_lowered(monkeypatch, given, compiled):
     monkeypatch.setattr(mosaic_compile.device, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_compile.device, "not_nvidia", lambda: None)
+    monkeypatch.setattr(mosaic_compile.device, "capability", lambda: 90)
     traced = trace_program(MosaicProgram(), jnp.zeros(128))
     lowered = traced.lower(lowering_platforms=("cuda",))
     (started,) = mosaic_compile._started.values()

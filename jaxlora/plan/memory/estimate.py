@@ -167,8 +167,8 @@ def _estimate(
     attention = _attention_bytes(spec, num_tokens)
     for shape in set(map(spec.config.delta_shape, range(spec.config.num_layers))):
         if shape is not None:
-            given = spec.options.dtype, num_tokens, block_tokens
-            attention = max(attention, _delta_bytes(shape, *given))
+            each, fixed = _delta_bytes(shape, spec.options.dtype, block_tokens)
+            attention = max(attention, each + fixed / num_tokens)
     # The MLP's arrays are free again when attention's gradient begins.
     freed = _MLP_KEEPS * _mlp_bytes(spec)
     kept = max(0.0, freed - found.recomputed)
@@ -405,13 +405,29 @@ def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     return most / num_tokens
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _delta_bytes(
-    shape: DeltaShape, dtype: jnp.dtype, num_tokens: int, block_tokens: int
-) -> float:
-    """Bytes per token of the gradient of a gated delta rule, by the compiler.
+    shape: DeltaShape, dtype: jnp.dtype, block_tokens: int
+) -> tuple[float, float]:
+    """Bytes of the gradient of a gated delta rule: per token, and for any number.
 
-    It is plain JAX, for which the compiler of any device is good enough.
+    Two numbers of tokens are compiled, because memory grows evenly with them, and a
+    compilation for each capacity would take seconds.
+    """
+    few = block_tokens * max(1, _TRACED_TOKENS // block_tokens)
+    less, more = (
+        _compiled_delta_bytes(shape, dtype, num, block_tokens) for num in (few, 2 * few)
+    )
+    each = (more - less) / few
+    return each, less - each * few
+
+
+def _compiled_delta_bytes(
+    shape: DeltaShape, dtype: jnp.dtype, num_tokens: int, block_tokens: int
+) -> int:
+    """Bytes of the gradient of a gated delta rule, as reported by the compiler.
+
+    The rule is plain JAX, for which the compiler of any device is good enough.
     """
     heads = shape.num_value_heads
 
@@ -444,7 +460,7 @@ def _delta_bytes(
         .compile()
         .memory_analysis()
     )
-    return (found.temp_size_in_bytes if found else 0) / num_tokens
+    return found.temp_size_in_bytes if found else 0
 
 
 def _mask_bytes(spec: DecoderSpec) -> int:

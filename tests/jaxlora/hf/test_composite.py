@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
 from jaxlora.adapters.files.merge import merge_adapter
@@ -13,6 +14,7 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.hf.checkpoint import open_checkpoint
 from jaxlora.hf.convert import convert
+from jaxlora.hf.load import load_model
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.structure import linear_names, linear_shapes
 
@@ -91,3 +93,23 @@ def test_a_converted_model_has_all_parts(tmp_path):
     folder = convert(BASE, tmp_path / "out", dtype="bfloat16")
     assert set(read(folder)) == set(read(BASE))
     open_checkpoint(folder).check()
+
+
+def test_the_text_of_a_qwen3_5_is_found_beside_vision_and_further_tokens(tmp_path):
+    text = BASE.parent / "qwen3_5"
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    settings = json.loads((text / "config.json").read_text())
+    config = {"model_type": "qwen3_5", "text_config": settings, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {
+        name.replace("model.", "model.language_model.", 1): array
+        for name, array in read(text).items()
+    }
+    for name in ("model.visual.patch_embed.proj.weight", "mtp.norm.weight"):
+        weights[name] = np.ones((2, 3), np.float32)
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    whole, alone = (load_model(one, dtype="float32") for one in (folder, text))
+    assert whole.params.keys() == alone.params.keys()
+    for path, array in alone.params.items():
+        np.testing.assert_array_equal(whole.params[path], array)

@@ -1,4 +1,4 @@
-"""What starts and ends of jobs cost the thread that trains.
+"""Starts and ends of jobs cost the thread that trains little time.
 
 A sweep of many small jobs would otherwise start and end them one after the other.
 """

@@ -119,7 +119,7 @@ def dropped_x_rounded(x, w, a, b, key):
     return x @ w + to_bfloat16_and_back(dropped) @ a @ b
 
 
-# What has another dtype.
+# Some values have another dtype.
 
 
 @careful(dtype=jnp.bfloat16, bias=1000 * random_array("bias", (N,)))

@@ -85,7 +85,7 @@ def test_gradients_that_are_not_finite_are_not_timed(row, monkeypatch):
 
 @pytest.mark.parametrize("optimizer", ["jit_step", None])
 def test_kernels_of_the_optimizer_are_a_part(optimizer, monkeypatch, capsys):
-    """Of some kernels, such as products in a CUDA graph, the program is unknown."""
+    """Some kernels, such as products in a CUDA graph, belong to no known program."""
     runs = [("lora_expand", "jit_pass"), ("nvjet_a", ""), ("fusion", "jit_step(7)")]
     kernels = [
         Kernel(name=name, instruction="", module=module, start_ms=2.0 * i, ms=1.0)
