@@ -33,13 +33,15 @@ class Tiles(NamedTuple):
         prepare: Tile of `delta_prepare`.
         forward: Tile of `delta_forward`; COLUMNS is its part of the value columns.
         backward: Tile of `delta_backward`, likewise.
-        gradients: Tile of `delta_gradients`; COLUMNS is one step through the values,
-            and KEYS its part of the features of keys.
+        products: Tile of `delta_products`; COLUMNS is one step through the values.
+        gradients: Tile of `delta_gradients`, likewise; KEYS is its part of the features
+            of keys.
     """
 
     prepare: Tile
     forward: Tile
     backward: Tile
+    products: Tile
     gradients: Tile
 
 
@@ -47,19 +49,21 @@ def _tile(num_warps: int, num_stages: int, **sizes: int) -> Tile:
     return Tile(sizes=sizes, num_warps=num_warps, num_stages=num_stages)
 
 
-# With heads of up to 128 x 128 a thread spills at most 24 registers, which it needs
+# With heads of up to 128 x 128 a thread spills some registers at most, which it needs
 # once a chunk. Two programs run on a multiprocessor.
 TILES = Tiles(
     prepare=_tile(4, 1),
     forward=_tile(4, 1, COLUMNS=64),
     backward=_tile(4, 1, COLUMNS=64),
-    gradients=_tile(4, 1, KEYS=64, COLUMNS=32),
+    products=_tile(4, 1, COLUMNS=32),
+    gradients=_tile(4, 1, KEYS=32, COLUMNS=64),
 )
 # Operands of float32 take twice the registers, and spill some.
 TILES_FLOAT32 = Tiles(
     prepare=_tile(4, 1),
     forward=_tile(4, 1, COLUMNS=16),
     backward=_tile(4, 1, COLUMNS=16),
+    products=_tile(8, 1, COLUMNS=32),
     gradients=_tile(8, 1, KEYS=32, COLUMNS=32),
 )
 
@@ -225,10 +229,11 @@ def _rule_forward(q, k, v, g, beta, layout, target):
 def _rule_backward(target, saved, dout):
     q, k, v, beta, layout, prepared, new, state = saved
     dr, dstate = _backward(q, k, dout, beta, prepared, layout, target)
-    rows = q, k, v, dout, new, dr, beta, prepared.total, state, dstate
-    dq, dk, dv, dg, dbeta = _gradients(*rows, layout, target)
-    dq, dk = dq.astype(q.dtype), dk.astype(k.dtype)
-    return dq, dk, dv, dg.sum(0), dbeta.sum(0), None
+    rows = _Rows(dout, new, dr, beta, prepared.total)
+    dp, da, dv, by_value = _products(q, v, rows, layout, target)
+    states = state, dstate
+    dq, dk, dg, dbeta = _gradients(q, k, rows, states, (dp, da), layout, target)
+    return dq, dk, dv, dg.sum(0), by_value + dbeta.sum(0), None
 
 
 # Under `jax.checkpoint` the first pass runs `_rule`, which keeps nothing.
@@ -308,21 +313,45 @@ def _backward(q, k, dout, beta, prepared: _Prepared, layout: _Layout, target: Ta
     )
 
 
-def _gradients(
-    q, k, v, dout, new, dr, beta, total, state, dstate, layout: _Layout, target: Target
-):
+class _Rows(NamedTuple):
+    """What both kernels of gradients read of rows; see the kernels."""
+
+    dout: Array
+    new: Array
+    dr: Array
+    beta: Array
+    total: Array
+
+
+def _products(q, v: Array, rows: _Rows, layout: _Layout, target: Target):
+    from jaxlora.pallas_kernels.triton.gated_delta import delta_products
+
+    square = _like(v, *rows.beta.shape, _CHUNK)
+    constants = _constants(q, v)
+    return launch(
+        delta_products,
+        (v, *rows, *layout[:-1]),
+        [square, square, _like(v), _like(rows.beta)],
+        grid=(v.shape[1], _chunks(len(v))),
+        tile=tiles_of(v.dtype, q.shape[2], v.shape[2]).products,
+        target=target,
+        constants={name: constants[name] for name in ("H", "SCALE", "PRECISION")}
+        | {"E": v.shape[2]},
+    )
+
+
+def _gradients(q, k, rows: _Rows, states, squares, layout: _Layout, target: Target):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_gradients
 
-    tile = tiles_of(v.dtype, q.shape[2], v.shape[2]).gradients
-    parts = padded_dim(q.shape[2]) // tile.sizes["KEYS"]
-    gates = _like(beta, parts, *beta.shape)
-    keys = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    tile = tiles_of(q.dtype, q.shape[2], rows.dout.shape[2]).gradients
+    parts = -(-q.shape[2] // tile.sizes["KEYS"])
+    gates = _like(rows.beta, parts, *rows.beta.shape)
     return launch(
         delta_gradients,
-        (q, k, v, dout, new, dr, beta, total, state, dstate, *layout[:-1]),
-        [keys, keys, _like(v), gates, gates],
-        grid=(q.shape[1], _chunks(len(q)), parts),
+        (q, k, *rows, *states, *squares, *layout[:-1]),
+        [_like(q), _like(k), gates, gates],
+        grid=(parts, q.shape[1], _chunks(len(q))),
         tile=tile,
         target=target,
-        constants=_constants(q, v) | {"E": v.shape[2]},
+        constants=_constants(q, rows.dout) | {"E": rows.dout.shape[2]},
     )

@@ -17,7 +17,7 @@ its own sample alone, and NaN stays in its sample. A program finds its chunks by
 bounds of the samples: it does those that begin in its stretch of rows, which is one and
 sometimes two. So there is no list of chunks, and nothing to sort.
 
-Four kernels:
+Five kernels:
 
 - `delta_prepare` computes X, P and G, for all chunks at once. A program does all value
   heads of a key head, as they share the products of keys and queries.
@@ -25,9 +25,11 @@ Four kernels:
   value columns, and writes o; for the backward pass also n and S.
 - `delta_backward` goes through them in reverse. The gradient of r is
   dr = X^T (P^T do + exp(G_last - G) k dS').
-- `delta_gradients` computes the gradients of the inputs from dr, n, S and dS', for all
-  chunks at once, and adds up the value heads of a key head. The gradient of A is
-  -dr n^T, so neither A nor the gradient of X is needed.
+- `delta_products` computes the gradients of v, of q k^T and of k k^T from dr and n, for
+  all chunks at once. The gradient of A is -dr n^T, so neither A nor the gradient of X
+  is needed.
+- `delta_gradients` computes those of q and k from these, S and dS', and adds up the
+  value heads of a key head.
 
 The scans, `delta_forward` and `delta_backward`, hold the state in float32, transposed:
 [value columns, K]. So the left operand of their products is an accumulator, which stays
@@ -38,9 +40,9 @@ scans. Nothing else of a chunk is kept but n and S, from which the gradients fol
 the whole is recomputed, not even those.
 
 **Bytes and operations.** With 32 value heads and 16 key heads of 128 x 128 in bfloat16,
-a row takes 8 KiB of v, o, n, dr and each of their gradients, 4 KiB of q, k, X and P
-each, 16 KiB of S and of dS', and twice 8 KiB of the gradients of q and k in float32.
-The four kernels move 16, 56, 48 and 96 KiB: 1.8 GB for 8,192 rows, 0.45 ms at 4 TB/s.
+a row takes 8 KiB of each of v, o, n, dr and the gradients of v and o, 4 KiB of each of
+q, k, X, P and the gradients of q, k, q k^T and k k^T, and 16 KiB of S and of dS'. The
+five kernels move 16, 56, 48, 48 and 80 KiB: 2.0 GB for 8,192 rows, 0.5 ms at 4 TB/s.
 The products of a chunk and head take 35 MFLOP, 0.3 ms at 500 TFLOP/s, which is what the
 instructions of Ampere reach on an H200. The scans are limited by neither, but by the
 chain of products and loads, and so do as little as they can.
@@ -92,10 +94,16 @@ def _first_chunk(row, start_ptr, end_ptr):
 
 @triton.jit
 @typing.no_type_check
-def _sizes(row, end, segment_ptr):
+def _is_padding(row, segment_ptr):
+    return tl.load(segment_ptr + row) < 0
+
+
+@triton.jit
+@typing.no_type_check
+def _sizes(row, end, is_padding):
     """Returns the number of rows of a chunk, and of those that are not padding."""
     size = tl.minimum(end - row, CHUNK)
-    return size, tl.where(tl.load(segment_ptr + row) >= 0, size, 0)
+    return size, tl.where(is_padding, 0, size)
 
 
 @triton.jit
@@ -334,7 +342,8 @@ def delta_prepare(
     QK: tl.constexpr = HK * K
     W: tl.constexpr = KP if KP < 64 else 64
     while row < limit:
-        size, live = _sizes(row, tl.load(end_ptr + row), segment_ptr)
+        is_padding = _is_padding(row, segment_ptr)
+        size, live = _sizes(row, tl.load(end_ptr + row), is_padding)
         base = row.to(tl.int64)
         q, k = q_ptr + base * QK + key_head * K, k_ptr + base * QK + key_head * K
         kk = tl.zeros((4, _BLOCK, _BLOCK), tl.float32)
@@ -358,7 +367,8 @@ def delta_prepare(
             kk_half = tl.dot(below_rows, keys, kk_half, input_precision=PRECISION)
             below_rows = _half(q, 2 * _BLOCK, live, QK, W, feature, K)
             qk_half = tl.dot(below_rows, keys, qk_half, input_precision=PRECISION)
-        for member in range(0, H // HK):
+        # Addresses hoisted out of the loop would take the products' registers.
+        for member in tl.range(0, H // HK, disable_licm=True):
             at = base * H + key_head * (H // HK) + member
             beta = _load_gates(beta_ptr + at, live, H)
             total = tl.cumsum(_load_gates(g_ptr + at, live, H), 0)
@@ -448,11 +458,13 @@ def delta_forward(
     state_ptr += value_at * KP
     while start < limit:
         end = tl.load(end_ptr + start)
+        # A load in the loop would be waited for before the loads that it masks.
+        is_padding = _is_padding(start, segment_ptr)
         state = tl.zeros((COLUMNS, W), tl.float32)
         state_2 = tl.zeros((COLUMNS, W), tl.float32)
         for step in range(0, tl.cdiv(end - start, CHUNK)):
             row = start + step * CHUNK
-            size, live = _sizes(row, end, segment_ptr)
+            size, live = _sizes(row, end, is_padding)
             base = row.to(tl.int64)
             gates = base * H + head
             s, s_2 = state.to(dtype), state_2.to(dtype)
@@ -547,12 +559,14 @@ def delta_backward(
     dstate_ptr += value_at * KP
     while start < limit:
         end = tl.load(end_ptr + start)
+        # A load in the loop would be waited for before the loads that it masks.
+        is_padding = _is_padding(start, segment_ptr)
         state = tl.zeros((COLUMNS, W), tl.float32)
         state_2 = tl.zeros((COLUMNS, W), tl.float32)
         num_chunks = tl.cdiv(end - start, CHUNK)
         for step in range(0, num_chunks):
             row = start + (num_chunks - 1 - step) * CHUNK
-            size, live = _sizes(row, end, segment_ptr)
+            size, live = _sizes(row, end, is_padding)
             base = row.to(tl.int64)
             gates = base * H + head
             s, s_2 = state.to(dtype), state_2.to(dtype)
@@ -611,30 +625,6 @@ def _store_rows(
 
 @triton.jit
 @typing.no_type_check
-def _add_rows(
-    ptr,
-    x,
-    count,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    first,
-    LAST: tl.constexpr,
-    is_sum,
-):
-    """Stores what `_store_rows` would, or adds it to what this program stored there."""
-    rows = tl.arange(0, CHUNK)
-    columns = first + tl.arange(0, WIDTH)
-    inside = (rows < count)[:, None]
-    if LAST % WIDTH != 0:
-        inside = inside & (columns < LAST)[None, :]
-    at = ptr + rows[:, None] * STRIDE + columns[None, :]
-    tl.debug_barrier()  # another thread may have stored it
-    before = tl.load(at, mask=inside & is_sum, other=0.0)
-    tl.store(at, before + x, mask=inside)
-
-
-@triton.jit
-@typing.no_type_check
 def _load_part(
     ptr, count, STRIDE: tl.constexpr, WIDTH: tl.constexpr, first, LAST: tl.constexpr
 ):
@@ -650,13 +640,70 @@ def _load_part(
 
 @triton.jit
 @typing.no_type_check
-def _key_head(head, N: tl.constexpr, R: tl.constexpr):
-    """Returns `head // R`, in a way of its own for each N.
+def delta_products(
+    v_ptr,
+    dout_ptr,
+    new_ptr,
+    dr_ptr,
+    beta_ptr,
+    sum_ptr,
+    start_ptr,
+    end_ptr,
+    segment_ptr,
+    rows_ptr,
+    dp_ptr,
+    da_ptr,
+    dv_ptr,
+    by_value_ptr,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Computes what follows from values: dv, T H E, and the values' part of dbeta, T H.
 
-    The compiler would load what has the same address once, and keep it in the
-    registers that the products need.
+    And dp and da, T H 64: the gradients of q k^T and of k k^T without beta.
+
+    Grid: heads, stretches of 64 rows. A program does the chunks that begin there.
     """
-    return (N * head + N - 1) // (N * R)
+    head = tl.program_id(0)
+    begin = tl.program_id(1) * CHUNK
+    limit = tl.minimum(begin + CHUNK, tl.load(rows_ptr))
+    row = _first_chunk(begin, start_ptr, end_ptr)
+    VALUES: tl.constexpr = H * E
+    i = tl.arange(0, CHUNK)
+    while row < limit:
+        is_padding = _is_padding(row, segment_ptr)
+        size, live = _sizes(row, tl.load(end_ptr + row), is_padding)
+        base = row.to(tl.int64)
+        gates = base * H + head
+        values = base * VALUES + head * E
+        total = _load_gates(sum_ptr + gates, live, H)
+        beta = _load_gates(beta_ptr + gates, live, H)
+        dp = tl.zeros((CHUNK, CHUNK), tl.float32)
+        da = tl.zeros((CHUNK, CHUNK), tl.float32)
+        by_value = tl.zeros((CHUNK,), tl.float32)
+        for column in range(0, E, COLUMNS):
+            new = _load_part(new_ptr + values, live, VALUES, COLUMNS, column, E)
+            new = tl.trans(new)
+            dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
+            dp = tl.dot(dout, new, dp, input_precision=PRECISION)
+            dr = _load_part(dr_ptr + values, live, VALUES, COLUMNS, column, E)
+            da = tl.dot(dr, new, da, input_precision=PRECISION)
+            v = _load_part(v_ptr + values, live, VALUES, COLUMNS, column, E)
+            wide = dr.to(tl.float32)
+            by_value += tl.sum(wide * v.to(tl.float32), 1)
+            dv = wide * beta[:, None]
+            _store_rows(dv_ptr + values, dv, size, VALUES, COLUMNS, column, E)
+        decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+        dp = tl.where(i[:, None] >= i[None, :], dp * decay * SCALE, 0.0)
+        da = tl.where(i[:, None] > i[None, :], -da * decay, 0.0)
+        squares = gates * CHUNK
+        _store_rows(dp_ptr + squares, dp, size, H * CHUNK, CHUNK, 0, CHUNK)
+        _store_rows(da_ptr + squares, da, size, H * CHUNK, CHUNK, 0, CHUNK)
+        tl.store(by_value_ptr + gates + i * H, by_value, mask=i < size)
+        row += size
 
 
 @triton.jit
@@ -664,7 +711,6 @@ def _key_head(head, N: tl.constexpr, R: tl.constexpr):
 def delta_gradients(
     q_ptr,
     k_ptr,
-    v_ptr,
     dout_ptr,
     new_ptr,
     dr_ptr,
@@ -672,13 +718,14 @@ def delta_gradients(
     sum_ptr,
     state_ptr,
     dstate_ptr,
+    dp_ptr,
+    da_ptr,
     start_ptr,
     end_ptr,
     segment_ptr,
     rows_ptr,
     dq_ptr,
     dk_ptr,
-    dv_ptr,
     dg_ptr,
     dbeta_ptr,
     H: tl.constexpr,
@@ -691,19 +738,17 @@ def delta_gradients(
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes dq and dk, T HK K, dv, T H E, and parts of dg and dbeta, [parts, T, H].
+    """Computes dq and dk, T HK K, and parts of dg and of dbeta, [parts, T, H].
 
-    The parts are those of the features of keys; what they give adds up. dq and dk are
-    in float32: a program adds up the value heads of a key head in memory, as there are
-    no registers left.
+    The parts are those of the features of keys; what they give adds up.
 
-    Grid: key heads, stretches of 64 rows, parts. A program does the chunks that begin
-    in a stretch.
+    Grid: parts, key heads, stretches of 64 rows. A program does the chunks that begin
+    in a stretch, and adds up the value heads of a key head.
     """
-    key_head, part = tl.program_id(0), tl.program_id(2)
+    part, key_head = tl.program_id(0), tl.program_id(1)
     first = part * KEYS
     num_rows = tl.load(rows_ptr)
-    begin = tl.program_id(1) * CHUNK
+    begin = tl.program_id(2) * CHUNK
     limit = tl.minimum(begin + CHUNK, num_rows)
     row = _first_chunk(begin, start_ptr, end_ptr)
     dg_ptr += part.to(tl.int64) * num_rows * H
@@ -716,94 +761,68 @@ def delta_gradients(
     state_at = tl.arange(0, COLUMNS)[:, None] * KP + tl.arange(0, KEYS)[None, :] + first
     while row < limit:
         end = tl.load(end_ptr + row)
-        size, live = _sizes(row, end, segment_ptr)
+        size, live = _sizes(row, end, _is_padding(row, segment_ptr))
         base = row.to(tl.int64)
         zeros = tl.cdiv(num_rows, CHUNK)
         is_first = row == tl.load(start_ptr + row)
         slot = tl.where(is_first, zeros, row // CHUNK).to(tl.int64) * EXTENT
         is_last = row + CHUNK >= end
         after = tl.where(is_last, zeros, row // CHUNK + 1).to(tl.int64) * EXTENT
+        keys = base * QK + key_head * K
+        dq = tl.zeros((CHUNK, KEYS), tl.float32)
+        dk = tl.zeros((CHUNK, KEYS), tl.float32)
+        # The products of dq with q and of dk with k, before a head is added.
+        q_before = tl.zeros((CHUNK,), tl.float32)
+        k_before = tl.zeros((CHUNK,), tl.float32)
         for member in range(0, H // HK):
             head = key_head * (H // HK) + member
             gates = base * H + head
             values = base * VALUES + head * E
+            at = head * (E * KP) + state_at
             total = _load_gates(sum_ptr + gates, live, H)
             beta = _load_gates(beta_ptr + gates, live, H)
             last = tl.load(sum_ptr + gates + (size - 1) * H)
-            dp = tl.zeros((CHUNK, CHUNK), tl.float32)
-            da = tl.zeros((CHUNK, CHUNK), tl.float32)
-            dbeta = tl.zeros((CHUNK,), tl.float32)
-            for column in range(0, E, COLUMNS):
-                new = _load_part(new_ptr + values, live, VALUES, COLUMNS, column, E)
-                new = tl.trans(new)
-                dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
-                dp = tl.dot(dout, new, dp, input_precision=PRECISION)
-                dr = _load_part(dr_ptr + values, live, VALUES, COLUMNS, column, E)
-                da = tl.dot(dr, new, da, input_precision=PRECISION)
-                if part == 0:
-                    v = _load_part(v_ptr + values, live, VALUES, COLUMNS, column, E)
-                    wide = dr.to(tl.float32)
-                    dbeta += tl.sum(wide * v.to(tl.float32), 1)
-                    dv = wide * beta[:, None]
-                    _store_rows(dv_ptr + values, dv, size, VALUES, COLUMNS, column, E)
-            decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-            dp = tl.where(i[:, None] >= i[None, :], dp * decay * SCALE, 0.0).to(dtype)
-            da = tl.where(i[:, None] > i[None, :], -da * decay, 0.0)
-            by_beta = tl.trans((da * beta[:, None]).to(dtype))
-            da = da.to(dtype)
             fade = tl.exp(total)
-            at = head * (E * KP) + state_at
-
-            # What the rows read with their queries.
-            grad = tl.zeros((CHUNK, KEYS), tl.float32)
+            to_read = (fade * SCALE)[:, None]
+            to_end = tl.exp(last - total)[:, None]
+            # What rows know of their values with their keys, without beta.
+            known = tl.zeros((CHUNK, KEYS), tl.float32)
+            both = tl.zeros((COLUMNS,), tl.float32)
             for column in range(0, E, COLUMNS):
+                state = tl.load(state_ptr + slot + column * KP + at)
                 dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
-                state = tl.load(state_ptr + slot + column * KP + at)
-                grad = tl.dot(dout, state, grad, input_precision=PRECISION)
-            grad *= (fade * SCALE)[:, None]
-            at_keys = base * QK + _key_head(head, 1, H // HK) * K
-            k = _load_part(k_ptr + at_keys, live, QK, KEYS, first, K)
-            grad = tl.dot(dp, k, grad, input_precision=PRECISION)
-            q = _load_part(q_ptr + at_keys, live, QK, KEYS, first, K)
-            dsum = tl.sum(q * grad, 1)
-            _add_rows(dq_ptr + at_keys, grad, size, QK, KEYS, first, K, member > 0)
-
-            # What they know of their values with their keys, without beta.
-            grad = tl.zeros((CHUNK, KEYS), tl.float32)
-            through = 0.0
-            for column in range(0, E, COLUMNS):
+                dout = (dout * to_read).to(dtype)
+                dq = tl.dot(dout, state, dq, input_precision=PRECISION)
                 dr = _load_part(dr_ptr + values, live, VALUES, COLUMNS, column, E)
-                state = tl.load(state_ptr + slot + column * KP + at)
-                grad = tl.dot(dr, state, grad, input_precision=PRECISION)
+                known = tl.dot(dr, state, known, input_precision=PRECISION)
                 dstate = tl.load(dstate_ptr + after + column * KP + at)
-                both = state.to(tl.float32) * dstate.to(tl.float32)
-                through += tl.sum(tl.sum(both, 1), 0)
-            grad *= -fade[:, None]
-            at_keys = base * QK + _key_head(head, 2, H // HK) * K
-            k = _load_part(k_ptr + at_keys, live, QK, KEYS, first, K)
-            grad = tl.dot(da, k, grad, input_precision=PRECISION)
-            by_key = tl.sum(k * grad, 1)
-            dbeta += by_key
-            dk = grad * beta[:, None]
-
-            # What they write with their keys, for the rows that follow.
-            grad = tl.zeros((CHUNK, KEYS), tl.float32)
-            for column in range(0, E, COLUMNS):
                 new = _load_part(new_ptr + values, live, VALUES, COLUMNS, column, E)
-                dstate = tl.load(dstate_ptr + after + column * KP + at)
-                grad = tl.dot(new, dstate, grad, input_precision=PRECISION)
-            grad *= tl.exp(last - total)[:, None]
-            at_keys = base * QK + _key_head(head, 3, H // HK) * K
-            k = _load_part(k_ptr + at_keys, live, QK, KEYS, first, K)
-            q = _load_part(q_ptr + at_keys, live, QK, KEYS, first, K)
-            through = through * tl.exp(last) + tl.sum(tl.sum(k * grad, 1), 0)
-            grad = tl.dot(tl.trans(dp), q, grad, input_precision=PRECISION)
-            grad = tl.dot(by_beta, k, grad, input_precision=PRECISION)
-            _add_rows(dk_ptr + at_keys, dk + grad, size, QK, KEYS, first, K, member > 0)
-
-            dsum += by_key * beta - tl.sum(k * grad, 1)
+                new = (new * to_end).to(dtype)
+                dk = tl.dot(new, dstate, dk, input_precision=PRECISION)
+                both += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+            squares = gates * CHUNK
+            k = _load_part(k_ptr + keys, live, QK, KEYS, first, K)
+            da = _load(da_ptr + squares, live, H * CHUNK, CHUNK, 0, CHUNK)
+            known *= -fade[:, None]
+            known = tl.dot(da, k, known, input_precision=PRECISION)
+            dbeta = tl.sum(k * known, 1)
+            k_written = tl.sum(k * dk, 1)
+            through = tl.sum(both, 0) * tl.exp(last) + tl.sum(k_written - k_before, 0)
+            dk += known * beta[:, None]
+            scaled = (k * beta[:, None]).to(dtype)
+            dk = tl.dot(tl.trans(da), scaled, dk, input_precision=PRECISION)
+            dp = _load(dp_ptr + squares, live, H * CHUNK, CHUNK, 0, CHUNK)
+            dq = tl.dot(dp, k, dq, input_precision=PRECISION)
+            q = _load_part(q_ptr + keys, live, QK, KEYS, first, K)
+            q_after = tl.sum(q * dq, 1)
+            dk = tl.dot(tl.trans(dp), q, dk, input_precision=PRECISION)
+            k_after = tl.sum(k * dk, 1)
+            dsum = 2 * dbeta * beta + (q_after - q_before) - (k_after - k_before)
             dsum += tl.where(i == size - 1, through, 0.0)
             dg = tl.cumsum(dsum, 0, reverse=True)
             tl.store(dg_ptr + gates + i * H, dg, mask=i < size)
             tl.store(dbeta_ptr + gates + i * H, dbeta, mask=i < size)
+            q_before, k_before = q_after, k_after
+        _store_rows(dq_ptr + keys, dq, size, QK, KEYS, first, K)
+        _store_rows(dk_ptr + keys, dk, size, QK, KEYS, first, K)
         row += size

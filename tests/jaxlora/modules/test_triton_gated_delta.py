@@ -1,6 +1,7 @@
 """The gated delta rule through Triton: its kernels in the interpreter, and compiled."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -248,33 +249,42 @@ KERNELS = {
         kernels.delta_backward,
         [X, X, X, F32, F32, X, X, *PLACES, I32, X, X],
     ),
+    "products": (
+        kernels.delta_products,
+        [*[X] * 4, F32, F32, *PLACES, X, X, X, F32],
+    ),
     "gradients": (
         kernels.delta_gradients,
-        [*[X] * 6, F32, F32, X, X, *PLACES, F32, F32, X, F32, F32],
+        [*[X] * 5, F32, F32, *[X] * 4, *PLACES, X, X, F32, F32],
     ),
 }
 # The most bytes that a thread may spill: some registers that are needed once a chunk.
-SPILLED_BYTES = 96
-ALWAYS = {("gradients", 128, 89), ("prepare", 96, 80)}
+SPILLED_BYTES = 208
+ALWAYS = {
+    ("gradients", 128, 32, 89),
+    ("prepare", 96, 32, 80),
+    ("prepare", 128, 48, 80),
+    ("backward", 128, 48, 90),
+}
 COMPILED = [
     pytest.param(
-        *(capability, size, name),
-        marks=() if (name, size, capability) in ALWAYS else pytest.mark.grid,
+        *case,
+        marks=() if case in ALWAYS else pytest.mark.grid,
+        id="-".join(map(str, case)),
     )
-    for capability in (80, 89, 120)
-    for size in (64, 96, 128)
-    for name in KERNELS
+    for case in itertools.product(KERNELS, (64, 96, 128), (32, 48), (80, 89, 90, 120))
+    if case[1:3] != (96, 48)
 ]
 
 
-@pytest.mark.parametrize(("capability", "size", "name"), COMPILED)
-def test_a_tile_fits_and_hardly_spills(capability, size, name, monkeypatch):
+@pytest.mark.parametrize(("name", "size", "heads", "capability"), COMPILED)
+def test_a_tile_fits_and_hardly_spills(name, size, heads, capability, monkeypatch):
     # Compiled kernels are kept where the tests' programs are kept.
     folder = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("TRITON_CACHE_DIR", f"{folder}/triton")
     kernel, pointers = KERNELS[name]
     tile = getattr(tiles_of(jnp.bfloat16, size, size), name)
-    constants = {"H": 32, "HK": 16, "K": size, "KP": 64 if size == 64 else 128}
+    constants = {"H": heads, "HK": 16, "K": size, "KP": 64 if size == 64 else 128}
     constants |= {"E": size, "SCALE": 0.1, "PRECISION": "tf32", "KEPT": True}
     facts = kernel_facts(
         kernel,
