@@ -155,11 +155,7 @@ class PackedRows(Rows):
             shape,
             ids,
             block_tokens=block_tokens,
-            implementation=delta_implementation(
-                dtype=given.mixed.dtype,
-                key_dim=shape.key_dim,
-                value_dim=shape.value_dim,
-            ),
+            implementation=delta_implementation(given.mixed.dtype, shape),
         )
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxlora.models.config import DeltaShape
 from jaxlora.modules.length_classes import segment_bounds
 from jaxlora.modules.triton_attention import padded_dim
 from jaxlora.pallas_kernels import device
@@ -50,11 +51,12 @@ def _tile(num_warps: int, num_stages: int, **sizes: int) -> Tile:
 
 
 # With heads of up to 128 x 128 a thread spills some registers at most, which it needs
-# once a chunk. Two programs run on a multiprocessor.
+# once a chunk. The first three are the fastest of those measured on an H200; see
+# docs/measured/portable_kernels.md.
 TILES = Tiles(
-    prepare=_tile(4, 1),
+    prepare=_tile(2, 1),
     forward=_tile(4, 1, COLUMNS=64),
-    backward=_tile(4, 1, COLUMNS=64),
+    backward=_tile(2, 2, COLUMNS=32),
     products=_tile(4, 1, COLUMNS=32),
     gradients=_tile(4, 1, KEYS=32, COLUMNS=64),
 )
@@ -84,28 +86,25 @@ def tiles_of(dtype: Any, key_dim: int, value_dim: int) -> Tiles:
     return Tiles(*map(fitted, tiles))
 
 
-def triton_delta_unsupported(*, dtype: Any, key_dim: int, value_dim: int) -> str | None:
+def triton_delta_unsupported(dtype: Any, shape: DeltaShape) -> str | None:
     """Says why Triton's kernels cannot run the gated delta rule here; None if they can.
 
     Args:
         dtype: Dtype of queries, keys and values.
-        key_dim: Features of a key.
-        value_dim: Features of a value.
+        shape: Sizes of the rule.
     """
     if (reason := unsupported_device()) is not None:
         return reason
     if (name := jnp.dtype(dtype).name) not in _DTYPES:
         return f"dtype {name} is none of {', '.join(_DTYPES)}"
-    for what, size in (("keys", key_dim), ("values", value_dim)):
+    for what, size in (("keys", shape.key_dim), ("values", shape.value_dim)):
         if size not in _HEAD_DIMS:
             sizes = ", ".join(map(str, _HEAD_DIMS))
             return f"{what} have {size} features, which is none of {sizes}"
     return None
 
 
-def delta_implementation(
-    *, dtype: Any, key_dim: int, value_dim: int
-) -> DeltaImplementation:
+def delta_implementation(dtype: Any, shape: DeltaShape) -> DeltaImplementation:
     """Returns what runs the gated delta rule on the default device.
 
     A plan has the plain definition, which takes more memory, since it is traced where
@@ -113,10 +112,9 @@ def delta_implementation(
 
     Args:
         dtype: Dtype of queries, keys and values.
-        key_dim: Features of a key.
-        value_dim: Features of a value.
+        shape: Sizes of the rule.
     """
-    reason = triton_delta_unsupported(dtype=dtype, key_dim=key_dim, value_dim=value_dim)
+    reason = triton_delta_unsupported(dtype, shape)
     return "triton" if reason is None and device.planned_device() is None else "xla"
 
 
