@@ -50,16 +50,22 @@ def _tile(num_warps: int, num_stages: int, **sizes: int) -> Tile:
     return Tile(sizes=sizes, num_warps=num_warps, num_stages=num_stages)
 
 
-# With heads of up to 128 x 128 a thread spills some registers at most, which it needs
-# once a chunk. The first three are the fastest of those measured on an H200; see
-# docs/measured/portable_kernels.md.
+# The fastest of those measured on one H200 on 2026-11-29; see
+# docs/measured/portable_kernels.md. `forward` is the fastest for few long samples, and
+# 5 % slower for many. With heads of up to 128 x 128 a thread spills some registers at
+# most, which it needs once a chunk.
 TILES = Tiles(
     prepare=_tile(2, 1),
-    forward=_tile(4, 1, COLUMNS=64),
+    forward=_tile(2, 2, COLUMNS=32),
     backward=_tile(2, 2, COLUMNS=32),
     products=_tile(4, 1, COLUMNS=32),
-    gradients=_tile(4, 1, KEYS=32, COLUMNS=64),
+    gradients=_tile(4, 1, KEYS=64, COLUMNS=32),
 )
+# Two stages of the scans take 66 KiB, so one program would run on a multiprocessor.
+TILES_SMALL_SHARED_MEMORY = TILES._replace(
+    forward=_tile(4, 1, COLUMNS=64), backward=_tile(4, 1, COLUMNS=64)
+)
+_SMALL_SHARED_MEMORY = 86, 89, 120  # capabilities with 99 KiB for a block
 # Operands of float32 take twice the registers, and spill some.
 TILES_FLOAT32 = Tiles(
     prepare=_tile(4, 1),
@@ -70,9 +76,21 @@ TILES_FLOAT32 = Tiles(
 )
 
 
-def tiles_of(dtype: Any, key_dim: int, value_dim: int) -> Tiles:
-    """Returns the tiles for heads of this size in a dtype."""
-    tiles = TILES_FLOAT32 if jnp.dtype(dtype) == jnp.float32 else TILES
+def tiles_of(dtype: Any, key_dim: int, value_dim: int, capability: int) -> Tiles:
+    """Returns the tiles for heads of this size in a dtype.
+
+    Args:
+        dtype: Dtype of queries, keys and values.
+        key_dim: Features of a key.
+        value_dim: Features of a value.
+        capability: Ten times the compute capability that is compiled for.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        tiles = TILES_FLOAT32
+    elif capability in _SMALL_SHARED_MEMORY:
+        tiles = TILES_SMALL_SHARED_MEMORY
+    else:
+        tiles = TILES
 
     def fitted(tile: Tile) -> Tile:
         sizes = dict(tile.sizes)
@@ -238,6 +256,10 @@ def _rule_backward(target, saved, dout):
 _rule.defvjp(_rule_forward, _rule_backward, optimize_remat=True)
 
 
+def _tiles(q: Array, v: Array, target: Target) -> Tiles:
+    return tiles_of(v.dtype, q.shape[2], v.shape[2], target.capability)
+
+
 def _constants(q: Array, v: Array) -> dict[str, Any]:
     _, key_heads, key_dim = q.shape
     return {
@@ -267,7 +289,7 @@ def _prepare(q, k, v, g, beta, layout: _Layout, target: Target) -> _Prepared:
         (q, k, g, beta, *layout[:-1]),
         [_like(g), square, square],
         grid=(q.shape[1], _chunks(len(q))),
-        tile=tiles_of(v.dtype, q.shape[2], v.shape[2]).prepare,
+        tile=_tiles(q, v, target).prepare,
         target=target,
         constants=_constants(q, v),
     )
@@ -283,7 +305,7 @@ def _forward(
 ):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_forward
 
-    tile = tiles_of(v.dtype, q.shape[2], v.shape[2]).forward
+    tile = _tiles(q, v, target).forward
     unused = _like(v, 1)
     return launch(
         delta_forward,
@@ -299,7 +321,7 @@ def _forward(
 def _backward(q, k, dout, beta, prepared: _Prepared, layout: _Layout, target: Target):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_backward
 
-    tile = tiles_of(dout.dtype, q.shape[2], dout.shape[2]).backward
+    tile = _tiles(q, dout, target).backward
     return launch(
         delta_backward,
         (q, k, dout, beta, *prepared, *layout),
@@ -331,7 +353,7 @@ def _products(q, v: Array, rows: _Rows, layout: _Layout, target: Target):
         (v, *rows, *layout[:-1]),
         [square, square, _like(v), _like(rows.beta)],
         grid=(v.shape[1], _chunks(len(v))),
-        tile=tiles_of(v.dtype, q.shape[2], v.shape[2]).products,
+        tile=_tiles(q, v, target).products,
         target=target,
         constants={name: constants[name] for name in ("H", "SCALE", "PRECISION")}
         | {"E": v.shape[2]},
@@ -341,7 +363,7 @@ def _products(q, v: Array, rows: _Rows, layout: _Layout, target: Target):
 def _gradients(q, k, rows: _Rows, states, squares, layout: _Layout, target: Target):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_gradients
 
-    tile = tiles_of(q.dtype, q.shape[2], rows.dout.shape[2]).gradients
+    tile = _tiles(q, rows.dout, target).gradients
     parts = -(-q.shape[2] // tile.sizes["KEYS"])
     gates = _like(rows.beta, parts, *rows.beta.shape)
     return launch(

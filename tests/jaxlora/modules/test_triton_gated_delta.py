@@ -284,7 +284,7 @@ def test_a_tile_fits_and_hardly_spills(name, size, heads, capability, monkeypatc
     folder = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("TRITON_CACHE_DIR", f"{folder}/triton")
     kernel, pointers = KERNELS[name]
-    tile = getattr(tiles_of(jnp.bfloat16, size, size), name)
+    tile = getattr(tiles_of(jnp.bfloat16, size, size, capability), name)
     constants = {"H": heads, "HK": 16, "K": size, "KP": 64 if size == 64 else 128}
     constants |= {"E": size, "SCALE": 0.1, "PRECISION": "tf32", "KEPT": True}
     facts = kernel_facts(
