@@ -211,6 +211,7 @@ class Family:
         undivided: Why a layer cannot be divided along the axis `tensor` of a mesh;
             None: it can.
         composite: The model of which it is the text part; None: it is by itself.
+        others: Starts of names of tensors in checkpoints that are of other parts.
     """
 
     model_type: str
@@ -220,6 +221,13 @@ class Family:
     scales_embedding: bool = False
     undivided: str | None = None
     composite: Composite | None = None
+    others: tuple[str, ...] = ()
+
+    def text_name(self, name: str) -> str | None:
+        """Returns the name of a tensor of a checkpoint here; None: it is not read."""
+        if name.startswith(self.others):
+            return None
+        return name if self.composite is None else self.composite.text_name(name)
 
     @property
     def prefix(self) -> str:

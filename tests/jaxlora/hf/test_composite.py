@@ -116,3 +116,16 @@ def test_the_text_of_a_qwen3_5_is_found_beside_vision_and_further_tokens(tmp_pat
     assert whole.params.keys() == alone.params.keys()
     for path, array in alone.params.items():
         np.testing.assert_array_equal(whole.params[path], array)
+
+
+def test_further_tokens_of_a_text_model_are_skipped_and_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    text = BASE.parent / "qwen3_5"
+    (tmp_path / "config.json").write_bytes((text / "config.json").read_bytes())
+    weights = read(text) | {"mtp.norm.weight": np.ones(3, np.float32)}
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(weights, path, {"format": "pt"})
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.check()
+    assert checkpoint.files.keys() == read(text).keys()
+    assert "not read: 1 tensor of other parts (mtp.norm.weight" in caplog.text
