@@ -11,9 +11,11 @@ import operator
 import jax.numpy as jnp
 
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import DeltaShape, ModelConfig
+from jaxlora.models.config import DeltaShape
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
+from jaxlora.modules.attention import WideHeads
+from jaxlora.modules.banded_attention import band_tokens
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
 
 # The kernels that XLA makes of a chunk of the gated delta rule are small, and wait for
@@ -22,6 +24,9 @@ from jaxlora.modules.gated_delta import CHUNK_TOKENS
 # backward pass took 2.2 times as long; here the forward pass is computed again, too.
 _DELTA_WAITS = 9
 _DELTA_BACKWARD = 3.2
+# Traffic per score of plain XLA's attention, forward: in float32 to memory, three times
+# from there for the softmax, and the weights in bfloat16. It was not measured.
+_SCORE_BYTES = 20
 _LOGIT_BYTES = 16  # traffic per logit: in float32 to the loss, in bfloat16 to the head
 
 
@@ -82,7 +87,7 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work
         fp8_forward, fp8_backward = _fp8_passes(spec, path)
         forward += _product_work(linear, rank, is_fp8=fp8_forward)
         backward += _product_work(linear, 2 * rank, is_fp8=fp8_backward)
-    mixing = _mixing_passes(spec.config, layer, mean_tokens)
+    mixing = _mixing_passes(spec, layer, mean_tokens)
     attention, elementwise = mixing.forward, _elementwise_work(spec, layer)
     forward += attention + elementwise
     backward += mixing.backward + elementwise + elementwise
@@ -131,13 +136,16 @@ def _product_work(linear: LayerLinear, rank: int, *, is_fp8: bool = False) -> Wo
     return Work(flops=frozen + adapter)
 
 
-def _mixing_passes(config: ModelConfig, layer: int, mean_tokens: float) -> Passes[Work]:
+def _mixing_passes(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work]:
     """Work of the part of a layer in which rows see other rows."""
-    shape = config.delta_shape(layer)
+    shape = spec.config.delta_shape(layer)
     if shape is None:
-        forward = _attention_work(config, layer, mean_tokens)
+        forward = _attention_work(spec, layer, mean_tokens)
         # The backward pass computes the scores again; then four products, not two.
-        return Passes(forward=forward, backward=Work(flops=2.5 * forward.flops))
+        backward = Work(
+            flops=2.5 * forward.flops, memory_bytes=2.5 * forward.memory_bytes
+        )
+        return Passes(forward=forward, backward=backward)
     forward = _delta_work(shape)
     backward = Work(
         flops=_DELTA_BACKWARD * forward.flops,
@@ -146,11 +154,22 @@ def _mixing_passes(config: ModelConfig, layer: int, mean_tokens: float) -> Passe
     return Passes(forward=forward, backward=backward)
 
 
-def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work:
-    """Work of the scores and of the weighted values; a token sees half its sample."""
+def _attention_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Work:
+    """Work of the scores and of the weighted values; a token sees half its sample.
+
+    Where plain XLA runs wide heads beside kernels for the others, it also computes what
+    the masks of a band hide, and puts scores into memory.
+    """
+    config, options = spec.config.at_layer(layer), spec.options
     window = config.layer_windows[layer]
-    keys = mean_tokens / 2 if window is None else min(mean_tokens / 2, window)
-    return Work(flops=4 * config.query_features * keys)
+    if options.wide_heads != WideHeads(config.head_dim, "xla"):
+        keys = mean_tokens / 2 if window is None else min(mean_tokens / 2, window)
+        return Work(flops=4 * config.query_features * keys)
+    keys = band_tokens(options.max_segment_tokens, window)
+    return Work(
+        flops=4 * config.query_features * keys,
+        memory_bytes=_SCORE_BYTES * config.num_heads * keys,
+    )
 
 
 def _delta_work(shape: DeltaShape) -> Work:
@@ -169,7 +188,7 @@ def _delta_work(shape: DeltaShape) -> Work:
 
 def _elementwise_work(spec: DecoderSpec, layer: int) -> Work:
     """Memory traffic of norms, residual sums, rotary positions and the activation."""
-    config = spec.config
+    config = spec.config.at_layer(layer)
     elements = 10 * config.hidden_size + 3 * config.intermediate_size
     shape = config.delta_shape(layer)
     if shape is None:
@@ -186,7 +205,8 @@ def _remat_work(
     if spec.options.remat == "none":
         return Work()
     if spec.options.remat == "elementwise":
-        is_fused = spec.options.attention != "xla"
+        heads = spec.config.at_layer(layer)
+        is_fused = spec.options.attention_of(heads.head_dim) != "xla"
         is_fused |= spec.config.delta_shape(layer) is not None
         return elementwise if is_fused else elementwise + attention
     made = list(linears(spec.config, layer).values())

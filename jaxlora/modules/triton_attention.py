@@ -19,6 +19,8 @@ from jaxlora.pallas_kernels.triton.target import (
 )
 
 _MAX_HEAD_DIM = 256
+_WIDE_HEAD_DIM = 512  # its products are computed a part of the features after the other
+_WIDE_PART = 64
 _MAX_ELEMENTS = 2**31  # offsets inside a segment are int32
 
 
@@ -47,6 +49,7 @@ TILES = {
     64: Tiles(_tile(64, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
     128: Tiles(_tile(64, 32, 4, 2), _tile(64, 32, 4, 3), _tile(64, 64, 8, 1)),
     256: Tiles(_tile(64, 32, 8, 2), _tile(32, 32, 4, 2), _tile(32, 32, 8, 2)),
+    512: Tiles(_tile(32, 32, 8, 2), _tile(32, 32, 8, 2), _tile(32, 32, 8, 1)),
 }
 # For code of 8.0 these are faster, where they are given.
 TILES_80 = {
@@ -83,8 +86,12 @@ def triton_unsupported(*, dtype: Any, head_dim: int) -> str | None:
         return reason
     if (reason := unsupported_dtype(dtype)) is not None:
         return reason
-    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
+    is_small = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
+    if not is_small and head_dim != _WIDE_HEAD_DIM:
+        return (
+            f"head_dim {head_dim} is neither a multiple of 8 up to {_MAX_HEAD_DIM} nor "
+            f"{_WIDE_HEAD_DIM}"
+        )
     return None
 
 
@@ -183,6 +190,7 @@ class Kernels(NamedTuple):
                 "HK": kv_heads,
                 "E": e,
                 "EP": padded_dim(e),
+                "PART": multiplied_dim(e),
                 "WINDOW": 0 if window is None or window >= t else window,
                 "SCALE": self.scoring.scale_of(e),
                 "CAP": self.scoring.softcap or 0.0,
@@ -193,6 +201,11 @@ class Kernels(NamedTuple):
 def padded_dim(head_dim: int) -> int:
     """Returns the power of two of features that the kernels compute with."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def multiplied_dim(head_dim: int) -> int:
+    """Returns how many of the padded features are multiplied at once."""
+    return padded_dim(head_dim) if head_dim <= _MAX_HEAD_DIM else _WIDE_PART
 
 
 def tiles_of(head_dim: int, capability: int) -> Tiles:

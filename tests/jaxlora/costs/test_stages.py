@@ -9,6 +9,7 @@ from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_seconds
 from jaxlora.costs.work import Work, head_work, layer_work
 from jaxlora.errors import ConfigError
+from jaxlora.modules.attention import WideHeads
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
 H200 = find_speed("NVIDIA H200")
@@ -50,6 +51,17 @@ def test_a_window_bounds_the_work_of_attention():
     assert work[0].both.flops > work[1].both.flops
     short = decoder_seconds(decoder(config), H200, mean_tokens=32)
     assert short[1] == short[2]
+
+
+def test_plain_xla_stores_all_scores_of_wide_heads():
+    wide = WideHeads(128, "xla")
+    fused, plain = (
+        layer_work(decoder(LLAMA_8B, wide_heads=heads), 0, 400.0).forward
+        for heads in (None, wide)
+    )
+    # Queries of a block of 128, and samples of up to 1,024 tokens.
+    assert plain.flops - fused.flops == 4 * 4096 * (128 + 1024 - 200)
+    assert plain.memory_bytes - fused.memory_bytes == 20 * 32 * (128 + 1024)
 
 
 def test_recomputation_adds_to_the_backward_pass():
