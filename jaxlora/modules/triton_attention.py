@@ -19,8 +19,7 @@ from jaxlora.pallas_kernels.triton.target import (
 )
 
 _MAX_HEAD_DIM = 256
-_WIDE_HEAD_DIM = 512  # its products are computed a part of the features after the other
-_WIDE_PART = 64
+_WIDE_HEAD_DIM = 512
 _MAX_ELEMENTS = 2**31  # offsets inside a segment are int32
 
 
@@ -38,9 +37,19 @@ class Tiles(NamedTuple):
     keys: Tile
 
 
-def _tile(queries: int, keys: int, num_warps: int, num_stages: int) -> Tile:
+def _tile(
+    queries: int, keys: int, num_warps: int, num_stages: int, part: int | None = None
+) -> Tile:
     sizes = {"QUERIES": queries, "KEYS": keys}
+    if part is not None:
+        sizes["PART"] = part
     return Tile(sizes=sizes, num_warps=num_warps, num_stages=num_stages)
+
+
+def _wide_tiles(part: int) -> Tiles:
+    """Tiles of heads whose products are added up over a part of the features."""
+    forward, keys = _tile(32, 32, 8, 2, part), _tile(32, 32, 8, 1, part)
+    return Tiles(forward, forward, keys)
 
 
 # Tiles by the most features of a head. These fit into the registers and the 99 KiB of
@@ -49,12 +58,13 @@ TILES = {
     64: Tiles(_tile(64, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
     128: Tiles(_tile(64, 32, 4, 2), _tile(64, 32, 4, 3), _tile(64, 64, 8, 1)),
     256: Tiles(_tile(64, 32, 8, 2), _tile(32, 32, 4, 2), _tile(32, 32, 8, 2)),
-    512: Tiles(_tile(32, 32, 8, 2), _tile(32, 32, 8, 2), _tile(32, 32, 8, 1)),
+    512: _wide_tiles(32),
 }
 # For code of 8.0 these are faster, where they are given.
 TILES_80 = {
     64: Tiles(_tile(128, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
     128: Tiles(_tile(128, 64, 8, 2), _tile(64, 64, 4, 2), _tile(64, 64, 8, 2)),
+    512: _wide_tiles(64),
 }
 
 
@@ -190,7 +200,7 @@ class Kernels(NamedTuple):
                 "HK": kv_heads,
                 "E": e,
                 "EP": padded_dim(e),
-                "PART": multiplied_dim(e),
+                "PART": padded_dim(e),  # unless the tile has one
                 "WINDOW": 0 if window is None or window >= t else window,
                 "SCALE": self.scoring.scale_of(e),
                 "CAP": self.scoring.softcap or 0.0,
@@ -201,11 +211,6 @@ class Kernels(NamedTuple):
 def padded_dim(head_dim: int) -> int:
     """Returns the power of two of features that the kernels compute with."""
     return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def multiplied_dim(head_dim: int) -> int:
-    """Returns how many of the padded features are multiplied at once."""
-    return padded_dim(head_dim) if head_dim <= _MAX_HEAD_DIM else _WIDE_PART
 
 
 def tiles_of(head_dim: int, capability: int) -> Tiles:

@@ -13,7 +13,6 @@ from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.scoring import PLAIN, Scoring
 from jaxlora.modules.triton_attention import (
     Tiles,
-    multiplied_dim,
     padded_dim,
     tiles_of,
     triton_unsupported,
@@ -85,9 +84,8 @@ def test_matches_the_definition(scoring, heads, kv_heads, e, small_tiles):
 @pytest.mark.parametrize("bad", [None, np.nan])
 def test_wide_heads(bad, small_tiles, monkeypatch):
     """Their products are added up over parts of the features."""
-    monkeypatch.setattr(triton_attention, "_MAX_HEAD_DIM", 32)
-    monkeypatch.setattr(triton_attention, "_WIDE_PART", 16)
-    assert multiplied_dim(64) == 16
+    for tile in triton_attention.TILES[256]:
+        monkeypatch.setitem(tile.sizes, "PART", 16)
     scoring = Scoring(window=40, scale=1 / 16)
     numbers = problem(ROWS, 2, 1, 64, jnp.float16, seed=4)
     if bad is not None:
@@ -242,7 +240,7 @@ def test_a_tile_fits_and_does_not_spill(
     kernel, pointers = KERNELS[name]
     tile = getattr(tiles_of(head_dim, capability), name)
     shape = {"T": 8192, "H": 32, "HK": 8, "E": head_dim, "EP": padded_dim(head_dim)}
-    shape["PART"] = multiplied_dim(head_dim)
+    shape["PART"] = shape["EP"]
     constants = shape | {"WINDOW": 0, "SCALE": 0.1, "CAP": 0.0} | options
     facts = kernel_facts(
         kernel,
