@@ -36,7 +36,12 @@ from jaxlora.models.hf_config import (
 )
 from jaxlora.modules.rows import Rows
 
-_INSTEAD = "Of Gemma 4, only the dense models are supported, such as gemma-4-31B."
+_SMALL = "such as gemma-4-E2B and gemma-4-E4B"
+_REFUSED = {
+    "enable_moe_block": "experts, such as gemma-4-26B-A4B",
+    "hidden_size_per_layer_input": f"embeddings for each layer, {_SMALL}",
+    "num_kv_shared_layers": f"layers that share keys and values, {_SMALL}",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +142,7 @@ class Gemma4(HfConfig):
     sliding_window: Count = 512
     final_logit_softcapping: Scale | None = None
     # With "vision", tokens of images alone see those after them.
-    use_bidirectional_attention: Any = None
+    use_bidirectional_attention: Annotated[Any, only("vision")] | None = None
     hidden_size_per_layer_input: Any = 256
     num_kv_shared_layers: Any = 0
     enable_moe_block: Flag = False
@@ -145,17 +150,23 @@ class Gemma4(HfConfig):
     moe_intermediate_size: Any = None
 
     def build(self, **fields: Any) -> ModelConfig:
-        self._refuse_others()
-        features, kv_heads = self._full_heads()
-        if features % 2 or self.num_attention_heads % kv_heads:
+        for key, what in _REFUSED.items():
+            if value := getattr(self, key):
+                raise ModelError(
+                    f"config.json has {key}={shown(value)}: Gemma 4 models with "
+                    f"{what}, are not supported. Dense ones are, such as gemma-4-31B."
+                )
+        full = self._full_heads()
+        if full.head_dim % 2 or self.num_attention_heads % full.num_key_value_heads:
             raise ModelError(
-                f"config.json has heads of {features} features and {kv_heads} "
-                "key-value heads in full_attention layers; wanted an even number, and "
-                f"a divisor of num_attention_heads={self.num_attention_heads}."
+                f"config.json has {full.num_key_value_heads} key-value heads of "
+                f"{full.head_dim} features in full_attention layers; wanted a divisor "
+                f"of num_attention_heads={self.num_attention_heads}, and an even "
+                "number."
             )
         return super().build(
-            full_head_dim=features,
-            full_kv_heads=kv_heads,
+            full_head_dim=full.head_dim,
+            full_kv_heads=full.num_key_value_heads,
             shares_kv=self.attention_k_eq_v,
             score_scale=1.0,
             logit_softcap=self.final_logit_softcapping,
@@ -164,50 +175,27 @@ class Gemma4(HfConfig):
             **fields,
         )
 
-    def _refuse_others(self) -> None:
-        """Refuses the models that are not dense, and attention to later tokens."""
-        if self.enable_moe_block:
-            raise ModelError(
-                "config.json has enable_moe_block=true: Gemma 4 models with experts, "
-                f"such as gemma-4-26B-A4B, are not supported. {_INSTEAD}"
-            )
-        per_layer, shared = self.hidden_size_per_layer_input, self.num_kv_shared_layers
-        if per_layer or shared:
-            raise ModelError(
-                f"config.json has hidden_size_per_layer_input={shown(per_layer)} and "
-                f"num_kv_shared_layers={shown(shared)}: Gemma 4 models with embeddings "
-                "for each layer, or with layers that share keys and values, such as "
-                f"gemma-4-E2B and gemma-4-E4B, are not supported. {_INSTEAD}"
-            )
-        if self.use_bidirectional_attention not in (None, False, "vision"):
-            raise ModelError(
-                "config.json has use_bidirectional_attention="
-                f"{shown(self.use_bidirectional_attention)}; wanted null or vision, as "
-                "tokens of a text see none after them here."
-            )
+    def _full_heads(self) -> _Heads:
+        """Returns the heads of layers without a window.
 
-    def _full_heads(self) -> tuple[int, int]:
-        """Returns the features and the key-value heads of layers without a window.
-
-        Version 5.24 of transformers and later ones write them for each such layer.
+        Since version 5.24, transformers writes them for each such layer.
         """
-        kv_heads = self.num_key_value_heads or self.num_attention_heads
         own = self.num_global_key_value_heads if self.attention_k_eq_v else None
+        kv_heads = self.num_key_value_heads or self.num_attention_heads
         if (given := self.per_layer_config) is None:
-            return self.global_head_dim, own or kv_heads
+            sizes = self.global_head_dim, own or kv_heads
+            return _Heads(head_dim=sizes[0], num_key_value_heads=sizes[1])
         full = [str(i) for i, w in enumerate(self.layer_windows()) if w is None]
         sizes = {"head_dim": self.features_of_head(), "num_key_value_heads": kv_heads}
-        fits = isinstance(given, Mapping) and sorted(given) == sorted(full)
-        first = given[full[0]] if fits else None
-        fits = isinstance(first, Mapping) and first.keys() <= sizes.keys()
-        if not fits or any(given[layer] != first for layer in full):
+        one = given.get(full[0]) if isinstance(given, Mapping) else None
+        is_map = isinstance(one, Mapping) and one.keys() <= sizes.keys()
+        if not is_map or given != dict.fromkeys(full, one):
             raise ModelError(
                 f"config.json has per_layer_config={shown(given)}; wanted the same "
                 "head_dim and num_key_value_heads for each full_attention layer, and "
                 "no other layer."
             )
-        found = validated(_Heads, {**sizes, **first})
-        return found.head_dim, found.num_key_value_heads
+        return validated(_Heads, {**sizes, **one})
 
     def ropes(self) -> tuple[Rope, Rope]:
         if not self.rope_parameters:
