@@ -135,8 +135,10 @@ def _status(result: "RunResult") -> int:
 def _train_in_process(
     config: "RunConfig", arguments: argparse.Namespace, file: "RunFile"
 ) -> int:
+    from jaxlora.common.heap import keep_freed_memory
     from jaxlora.device_check import import_while_starting, start_backend
 
+    keep_freed_memory()
     start_backend()
     with no_garbage_collection():
         from jaxlora.distributed import processes

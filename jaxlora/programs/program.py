@@ -72,6 +72,16 @@ def _kept() -> KeptPrograms | None:
     return programs if programs is not None and source_stamp().is_current() else None
 
 
+def expect_new_programs() -> None:
+    """Starts the processes that lower kernels, if no program was ever kept.
+
+    They take seconds to start, which pass beside the plan. Otherwise they start with
+    the first value or program that is new.
+    """
+    if (kept := _kept()) is not None and kept.is_empty:
+        start_workers()
+
+
 def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
     """Returns what a pure function computes, or what an earlier process has kept of it.
 
