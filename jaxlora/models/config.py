@@ -65,11 +65,9 @@ class ProportionalScaling:
 
     Attributes:
         share: Share of the features that turn, the first ones of each half of a head.
-        factor: Factor of their wavelengths.
     """
 
     share: float
-    factor: float = 1.0
 
 
 RopeScaling = (

@@ -24,7 +24,6 @@ from jaxlora.models.hf_config import (
     SLIDING,
     Count,
     DefaultRope,
-    Factor,
     Flag,
     HeadDim,
     Heads,
@@ -95,12 +94,9 @@ class _Heads(pydantic.BaseModel):
 
 class _ProportionalRope(DefaultRope):
     partial_rotary_factor: Share = 1.0
-    factor: Factor = 1.0
 
     def build(self) -> Rope:
-        scaling = ProportionalScaling(
-            share=self.partial_rotary_factor, factor=self.factor
-        )
+        scaling = ProportionalScaling(share=self.partial_rotary_factor)
         return Rope(theta=self.rope_theta, scaling=scaling)
 
 
