@@ -46,25 +46,24 @@ def _tile(
     return Tile(sizes=sizes, num_warps=num_warps, num_stages=num_stages)
 
 
-def _wide_tiles(part: int) -> Tiles:
-    """Tiles of heads whose products are added up over a part of the features."""
-    forward, keys = _tile(32, 32, 8, 2, part), _tile(32, 32, 8, 1, part)
-    return Tiles(forward, forward, keys)
-
-
 # Tiles by the most features of a head. These fit into the registers and the 99 KiB of
 # shared memory of every device; other tiles spill registers on some of them.
 TILES = {
     64: Tiles(_tile(64, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
     128: Tiles(_tile(64, 32, 4, 2), _tile(64, 32, 4, 3), _tile(64, 64, 8, 1)),
     256: Tiles(_tile(64, 32, 8, 2), _tile(32, 32, 4, 2), _tile(32, 32, 8, 2)),
-    512: _wide_tiles(32),
+    # Products are added up over a part of the features.
+    512: Tiles(
+        _tile(32, 32, 8, 2, 32), _tile(32, 32, 8, 1, 32), _tile(32, 32, 8, 1, 32)
+    ),
 }
 # For code of 8.0 these are faster, where they are given.
 TILES_80 = {
     64: Tiles(_tile(128, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
     128: Tiles(_tile(128, 64, 8, 2), _tile(64, 64, 4, 2), _tile(64, 64, 8, 2)),
-    512: _wide_tiles(64),
+    512: Tiles(
+        _tile(32, 32, 8, 2, 64), _tile(32, 32, 8, 2, 64), _tile(32, 32, 8, 1, 64)
+    ),
 }
 
 

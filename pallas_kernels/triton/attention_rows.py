@@ -102,7 +102,8 @@ def wide_products(
         WHOLE: Whether all rows of y are known to be inside.
     """
     # Otherwise the compiler would load all of x before the loop, which has fewer steps.
-    x_ptr = x_ptr + (step >> 30)
+    # It adds whole rows, so that the loads are still known to be aligned.
+    x_ptr = x_ptr + (step >> 30) * X_ROW
     total = tl.zeros((x_rows.shape[0], y_rows.shape[0]), tl.float32)
     for part in tl.static_range(E // PART):
         at = part * PART
