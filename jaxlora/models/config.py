@@ -170,6 +170,14 @@ class DeltaShape:
     value_dim: int
     conv_width: int
 
+    def part(self, tensor: int) -> "DeltaShape":
+        """Returns the sizes on each of `tensor` devices, which divide the heads."""
+        return dataclasses.replace(
+            self,
+            num_key_heads=self.num_key_heads // tensor,
+            num_value_heads=self.num_value_heads // tensor,
+        )
+
     @property
     def key_features(self) -> int:
         """Features of the queries of all heads, and of the keys."""
@@ -327,6 +335,16 @@ class ModelConfig:
         """Returns the sizes of a layer's gated delta net; None: it has attention."""
         del layer
         return None
+
+    def part(self, tensor: int) -> Self:
+        """Returns the decoder that each of `tensor` devices runs."""
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // tensor,
+            num_kv_heads=max(1, self.num_kv_heads // tensor),
+            intermediate_size=self.intermediate_size // tensor,
+            vocab_size=self.vocab_size // tensor,
+        )
 
     def of_layers(self, layers: Sequence[int]) -> Self:
         """Returns the model that consists of some layers, by their numbers."""

@@ -96,4 +96,5 @@ def _run_whole(remat, graph, tree, h, tables, weights, inputs):
 
 
 def _is_large(path: tuple, variable: nnx.Variable) -> bool:
-    return isinstance(variable, BaseParam) and variable.ndim > 1
+    is_matrix = isinstance(variable, BaseParam) and variable.ndim > 1
+    return is_matrix and bool(variable.layout.gathered)
