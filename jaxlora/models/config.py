@@ -59,7 +59,24 @@ class UnroundedYarnScaling(YarnScaling):
     """The same, blended from the exact ends of the ramp, not from whole pairs."""
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | YarnScaling
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProportionalScaling:
+    """Short waves alone (`rope_type: proportional`): the other features never turn.
+
+    Attributes:
+        share: Share of the features that turn, the first ones of each half of a head.
+    """
+
+    share: float
+
+
+RopeScaling = (
+    Llama3RopeScaling
+    | LinearRopeScaling
+    | LongRopeScaling
+    | YarnScaling
+    | ProportionalScaling
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +130,8 @@ class GrowingRope(Rope):
 class Composite:
     """A model of several parts, such as text and images, of which one is used here.
 
-    Its config.json has that of the text model as `text_config`.
+    Its config.json has that of the text model as `text_config`. The default names of
+    tensors are those of a LLaVA, which several models of text and images share.
 
     Attributes:
         model_type: Hugging Face's name of the whole.
@@ -131,9 +149,18 @@ class Composite:
     models: str
     texts: tuple[str, ...]
     keys: frozenset[str]
-    prefix: str
-    starts: tuple[tuple[str, str], ...]
-    others: tuple[str, ...]
+    prefix: str = "model.language_model."
+    starts: tuple[tuple[str, str], ...] = (
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    )
+    others: tuple[str, ...] = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
 
     def text_name(self, name: str) -> str | None:
         """Returns the name of a tensor in a checkpoint of the text model alone.
@@ -170,7 +197,7 @@ class DeltaShape:
     value_dim: int
     conv_width: int
 
-    def part(self, tensor: int) -> "DeltaShape":
+    def divided(self, tensor: int) -> "DeltaShape":
         """Returns the sizes on each of `tensor` devices, which divide the heads."""
         return dataclasses.replace(
             self,
@@ -326,6 +353,24 @@ class ModelConfig:
         """Factor of the logits."""
         return 1.0
 
+    def at_layer(self, layer: int) -> Self:
+        """Returns the model with the heads of one layer, where layers differ in them.
+
+        `head_dim` and `num_kv_heads` are those of layers with a window otherwise.
+        """
+        del layer
+        return self
+
+    def divided(self, tensor: int) -> Self:
+        """Returns the part of the model that each of `tensor` devices runs."""
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // tensor,
+            num_kv_heads=max(1, self.num_kv_heads // tensor),
+            intermediate_size=self.intermediate_size // tensor,
+            vocab_size=self.vocab_size // tensor,
+        )
+
     def layer_kind(self, layer: int) -> Hashable:
         """Returns a value that layers with weights of the same shapes share."""
         del layer
@@ -335,16 +380,6 @@ class ModelConfig:
         """Returns the sizes of a layer's gated delta net; None: it has attention."""
         del layer
         return None
-
-    def part(self, tensor: int) -> Self:
-        """Returns the decoder that each of `tensor` devices runs."""
-        return dataclasses.replace(
-            self,
-            num_heads=self.num_heads // tensor,
-            num_kv_heads=max(1, self.num_kv_heads // tensor),
-            intermediate_size=self.intermediate_size // tensor,
-            vocab_size=self.vocab_size // tensor,
-        )
 
     def of_layers(self, layers: Sequence[int]) -> Self:
         """Returns the model that consists of some layers, by their numbers."""

@@ -49,9 +49,9 @@ class Qwen35Model(ModelConfig):
     def delta_shape(self, layer: int) -> DeltaShape | None:
         return self.delta if self.is_linear[layer] else None
 
-    def part(self, tensor: int) -> Self:
-        part = super().part(tensor)
-        return dataclasses.replace(part, delta=self.delta.part(tensor))
+    def divided(self, tensor: int) -> Self:
+        part = super().divided(tensor)
+        return dataclasses.replace(part, delta=self.delta.divided(tensor))
 
 
 class Qwen35Layer(DecoderLayer):
