@@ -99,4 +99,5 @@ def run_sharded_layers(
 
 
 def _is_large(path: tuple, variable: nnx.Variable) -> bool:
-    return isinstance(variable, BaseParam) and variable.ndim > 1
+    is_matrix = isinstance(variable, BaseParam) and variable.ndim > 1
+    return is_matrix and bool(variable.layout.gathered)
