@@ -43,9 +43,7 @@ def compared_names(path: pathlib.Path) -> set[str]:
             constants = (c for c in ast.walk(node) if isinstance(c, ast.Constant))
             names = {c.value for c in constants if isinstance(c.value, str)}
             names &= set(BACKENDS)
-            if names and (
-                path in OTHERS or "implementation" not in ast.unparse(node)
-            ):
+            if names and (path in OTHERS or "implementation" not in ast.unparse(node)):
                 names -= set(get_args(AttentionImplementation))
             found |= names
     return found
