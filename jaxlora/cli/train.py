@@ -148,11 +148,8 @@ def _train_in_process(
         from jaxlora.sweeps.files import print_summary
         from jaxlora.train.report.run_callbacks import KeepRunFile
 
-        # Loading programs needs Mosaic, and the first evaluation needs TensorBoard.
-        needed = ["jax.experimental.mosaic.gpu"]
-        if "tensorboard" in config.report_to:
-            needed.append("jaxlora.trackers.tensorboard")
-        import_while_starting(needed)
+        # Loading programs needs it.
+        import_while_starting("jax.experimental.mosaic.gpu")
 
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))

@@ -7,6 +7,7 @@ import pydantic
 from jaxlora.common.note import Note
 from jaxlora.config.aliases import JOB_HINTS, JOB_NAMES, RUN_NAMES
 from jaxlora.config.base_settings import BaseSettings
+from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.config.lora_job import LoraJob
@@ -92,8 +93,8 @@ class RunConfig(BaseSettings):
             predicted to train fastest with the microbatches that fit beside it.
         layers_per_program: Layers of the decoder that each compiled program runs.
             Layers that are alike share one, so that a deep model takes as long to
-            compile as a few of its layers. `auto` chooses it for deep models on one
-            device.
+            compile as a few of its layers. `auto` chooses it for deep models on meshes
+            without `fsdp` and `stage`.
         implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
             GPUs from Ampere on) or `xla` (anywhere);
             `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run
@@ -284,6 +285,9 @@ class RunConfig(BaseSettings):
         return name
 
 
-LoraJob.belongs = dict.fromkeys(
-    [*RunConfig.model_fields, *RUN_NAMES], "the run. Put it beside jobs"
-)
+LoraJob.belongs = {
+    **dict.fromkeys(DataConfig.model_fields, "data. Put it there"),
+    **dict.fromkeys(
+        [*RunConfig.model_fields, *RUN_NAMES], "the run. Put it beside jobs"
+    ),
+}

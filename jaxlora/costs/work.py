@@ -7,6 +7,7 @@ of a linear costs as much as its forward pass: it has no gradient of the weight.
 import dataclasses
 import functools
 import operator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -17,13 +18,27 @@ from jaxlora.models.structure import linears
 from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.banded_attention import band_tokens
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
+from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
 
-# The kernels that XLA makes of a chunk of the gated delta rule are small, and wait for
-# each other. A chunked form in plain JAX took 4.7 ms forward on an H200, for 8,192
-# tokens and 32 heads of 128 x 128: this many times the time of its traffic. Its
-# backward pass took 2.2 times as long; here the forward pass is computed again, too.
-_DELTA_WAITS = 9
-_DELTA_BACKWARD = 3.2
+
+class _DeltaWaits(NamedTuple):
+    """How much longer than its traffic the gated delta rule takes.
+
+    A chunk of a sample waits for the one before it. Both were measured on an H200, for
+    8,192 tokens and 32 heads of 128 x 128.
+
+    Attributes:
+        forward: Time of the forward pass by that of its traffic.
+        backward: Time of the backward pass, which computes the forward pass again, by
+            that of the forward pass.
+    """
+
+    forward: float
+    backward: float
+
+
+_PLAIN_DELTA = _DeltaWaits(9, 3.2)  # 4.7 ms forward, and 15 ms in both passes
+_TRITON_DELTA = _DeltaWaits(5.6, 3.6)  # 0.47 and 1.67 ms
 # Traffic per score of plain XLA's attention, forward: in float32 to memory, three times
 # from there for the softmax, and the weights in bfloat16. It was not measured.
 _SCORE_BYTES = 20
@@ -146,12 +161,7 @@ def _mixing_passes(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[
             flops=2.5 * forward.flops, memory_bytes=2.5 * forward.memory_bytes
         )
         return Passes(forward=forward, backward=backward)
-    forward = _delta_work(shape)
-    backward = Work(
-        flops=_DELTA_BACKWARD * forward.flops,
-        memory_bytes=_DELTA_BACKWARD * forward.memory_bytes,
-    )
-    return Passes(forward=forward, backward=backward)
+    return _delta_passes(shape, spec.options.dtype)
 
 
 def _attention_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Work:
@@ -172,18 +182,28 @@ def _attention_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Work:
     )
 
 
-def _delta_work(shape: DeltaShape) -> Work:
-    """Work of the gated delta rule in chunks, in plain JAX, whatever the samples."""
+def _delta_passes(shape: DeltaShape, dtype: jnp.dtype) -> Passes[Work]:
+    """Work of the gated delta rule in chunks, whatever the samples."""
     chunk, key, value = CHUNK_TOKENS, shape.key_dim, shape.value_dim
-    of_key_head = 4 * chunk * key
+    key_heads, heads = shape.num_key_heads, shape.num_value_heads
+    if triton_delta_unsupported(dtype, shape) is None:
+        waits = _TRITON_DELTA
+        # Queries and keys, which two kernels read; two matrices of a chunk, written and
+        # read; values and outputs.
+        elements = 4 * key * key_heads + (4 * chunk + 2 * value) * heads
+        traffic = jnp.dtype(dtype).itemsize * elements
+    else:
+        waits = _PLAIN_DELTA
+        # Matrices of a chunk, S before it, and rows on the way, each written and read.
+        traffic = 2 * 4 * heads * (6 * chunk + key * value / chunk + 4 * value)
     of_value_head = 6 * key * value + 4 * chunk * value + chunk**2
-    # Matrices of a chunk, S before it, and rows on the way, each written and read.
-    elements = 6 * chunk + key * value / chunk + 4 * value
-    heads = shape.num_value_heads
-    return Work(
-        flops=shape.num_key_heads * of_key_head + heads * of_value_head,
-        memory_bytes=_DELTA_WAITS * 2 * 4 * heads * elements,
+    flops = 4 * chunk * key * key_heads + of_value_head * heads
+    forward = Work(flops=flops, memory_bytes=waits.forward * traffic)
+    backward = Work(
+        flops=waits.backward * forward.flops,
+        memory_bytes=waits.backward * forward.memory_bytes,
     )
+    return Passes(forward=forward, backward=backward)
 
 
 def _elementwise_work(spec: DecoderSpec, layer: int) -> Work:

@@ -35,6 +35,7 @@ FAMILIES = (
     "glm4",
     "granite4",
     "qwen3_5",
+    "glm",
     "gemma4",
 )
 UNLIKE = ("qwen3_5", "gemma4")  # their layers are of two kinds
