@@ -56,17 +56,6 @@ def test_a_window_bounds_the_work_of_attention():
     assert short[1] == short[2]
 
 
-def test_plain_xla_stores_all_scores_of_wide_heads():
-    wide = WideHeads(128, "xla")
-    fused, plain = (
-        layer_work(decoder(LLAMA_8B, wide_heads=heads), 0, 400.0).forward
-        for heads in (None, wide)
-    )
-    # Queries of a block of 128, and samples of up to 1,024 tokens.
-    assert plain.flops - fused.flops == 4 * 4096 * (128 + 1024 - 200)
-    assert plain.memory_bytes - fused.memory_bytes == 20 * 32 * (128 + 1024)
-
-
 def test_kernels_of_the_gated_delta_rule_take_less_time():
     config = model_config(
         {
@@ -85,6 +74,17 @@ def test_kernels_of_the_gated_delta_rule_take_less_time():
         there = layer_work(decoder(config), 0, 400.0)
     assert there.forward.flops == here.forward.flops
     assert there.both.memory_bytes < 0.5 * here.both.memory_bytes
+
+
+def test_plain_xla_stores_all_scores_of_wide_heads():
+    wide = WideHeads(128, "xla")
+    fused, plain = (
+        layer_work(decoder(LLAMA_8B, wide_heads=heads), 0, 400.0).forward
+        for heads in (None, wide)
+    )
+    # Queries of a block of 128, and samples of up to 1,024 tokens.
+    assert plain.flops - fused.flops == 4 * 4096 * (128 + 1024 - 200)
+    assert plain.memory_bytes - fused.memory_bytes == 20 * 32 * (128 + 1024)
 
 
 def test_recomputation_adds_to_the_backward_pass():

@@ -99,6 +99,15 @@ def test_a_step_of_layers_of_two_kinds(remat):
     assert 0.7 * measured < estimated < 1.4 * measured
 
 
+def test_the_kernels_of_the_gated_delta_rule_need_less_memory():
+    shape = DeltaShape(
+        num_key_heads=1, num_value_heads=2, key_dim=32, value_dim=32, conv_width=4
+    )
+    rules: tuple[DeltaImplementation, ...] = ("xla", "triton")
+    plain, kernels = (_delta_bytes(shape, jnp.dtype("float16"), 64, x) for x in rules)
+    assert kernels[0] < 0.8 * plain[0]
+
+
 @pytest.mark.grid
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
 def test_a_step_of_layers_with_unlike_heads():
@@ -114,15 +123,6 @@ def test_a_step_of_layers_with_unlike_heads():
     )
     estimated, measured = estimated_and_measured(spec, 1024)
     assert 0.7 * measured < estimated < 1.4 * measured
-
-
-def test_the_kernels_of_the_gated_delta_rule_need_less_memory():
-    shape = DeltaShape(
-        num_key_heads=1, num_value_heads=2, key_dim=32, value_dim=32, conv_width=4
-    )
-    rules: tuple[DeltaImplementation, ...] = ("xla", "triton")
-    plain, kernels = (_delta_bytes(shape, jnp.dtype("float16"), 64, x) for x in rules)
-    assert kernels[0] < 0.8 * plain[0]
 
 
 @fused.only_where_it_runs
