@@ -54,9 +54,10 @@ def make_spec(
     tied=False,
     shape=(),
     sizes=(),
+    model=None,
     **options,
 ) -> DecoderSpec:
-    """A model with biases in all linears."""
+    """A Llama with biases in all linears, or the model of a config.json."""
     fields = {
         "num_hidden_layers": layers,
         "attention_bias": True,
@@ -64,8 +65,9 @@ def make_spec(
         "tie_word_embeddings": tied,
         **dict(sizes),
     }
-    config = model_config(tiny.CONFIG | fields)
-    names = [n for n in linears(config) if n.split(".")[1][:-5] in adapted]
+    config = model_config(model or tiny.CONFIG | fields)
+    short = lambda name: name.split(".")[1].removesuffix("_proj")
+    names = [n for n in linears(config) if short(n) in adapted]
     paths = (f"layers.{i}.{n}" for i in range(layers) for n in names)
     return DecoderSpec(
         config=config,
@@ -162,7 +164,28 @@ def step_of(spec: DecoderSpec, mesh: str | None, change=lambda params: params):
     return np.asarray(out.loss).ravel(), gradients, norms
 
 
+DELTA_NET = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": tiny.CONFIG["vocab_size"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 SPECS = {
+    "delta": {
+        "layers": 1,
+        "model": DELTA_NET,
+        "adapted": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out"),
+        "shape": tuple(DORA.items()),
+        "base_format": BaseFormat.named("int8"),
+    },
     "biases": {},
     "tied": {
         "layers": 1,
@@ -200,6 +223,7 @@ def wanted(name: str):
         # The others have biases, too, in one layer.
         pytest.param("tensor=2", "biases", marks=pytest.mark.grid),
         ("tensor=2", "dora"),
+        ("tensor=2", "delta"),
         ("tensor=4", "tied"),  # more devices than key-value heads
         ("tensor=4", "vera"),
         ("tensor=2", "int8"),
@@ -399,6 +423,24 @@ def test_models_that_cannot_be_divided(changes, tensor, match):
     config = dataclasses.replace(make_spec().config, **changes)
     with pytest.raises(ValueError, match=match):
         check_divides(config, tensor)
+
+
+def test_heads_of_gated_delta_nets_that_cannot_be_divided():
+    config = model_config(DELTA_NET | {"linear_num_key_heads": 1})
+    with pytest.raises(ValueError, match="does not divide linear_num_key_heads=1 of"):
+        check_divides(config, 2)
+
+
+def test_a_gated_delta_net_is_divided_by_heads():
+    spec = make_spec(**SPECS["delta"]).divided(fsdp=2, tensor=2)
+    specs, axes = weight_specs(spec), table_axes(spec)
+    mixer, P = "layers.0.linear_attn", PartitionSpec
+    assert specs[f"{mixer}.in_proj_qkv.kernel.values"] == P(None, "fsdp")
+    assert specs[f"{mixer}.in_proj_z.kernel.values"] == P(("tensor", "fsdp"))
+    assert specs[f"{mixer}.conv"] == P()
+    assert specs[f"{mixer}.a_log"] == P("tensor")
+    assert "linear_attn.in_proj_qkv.lora_b" not in axes
+    assert axes["linear_attn.in_proj_a.lora_b"] == 3
 
 
 def test_quantized_blocks_that_a_border_would_cut():
