@@ -142,7 +142,7 @@ def multi_lora_linears(
         backend, x, projections, block_adapter, layer=layer, w_transposed=w_transposed
     )
     index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
-    op = _with_gradient(passes_of(backend, s_names))
+    op = with_gradient(passes_of(backend, s_names))
     arrays = x, made, index, jnp.asarray(block_adapter), s
     x, made, index, blocks, s = vary(arrays, varying_axes(arrays))
     plain = tuple(dataclasses.replace(p, dora=None) for p in made)
@@ -312,7 +312,7 @@ def passes_of(backend: Backend, s_names: tuple[str, ...]) -> Passes:
 
 
 @functools.cache
-def _with_gradient(passes: Passes):
+def with_gradient(passes: Passes):
     """Makes the op of a forward and a backward pass."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -141,6 +141,7 @@ class LinearShape:
         block_tokens: Rows of a token block, T / NB.
         weight_format: Format of a quantized w, a name in `FORMATS`; None: w is not
             quantized.
+        is_of_experts: Whether w is a stack of experts' weights, chosen by row.
     """
 
     dtype: DTypeLike
@@ -149,3 +150,4 @@ class LinearShape:
     rank: int
     block_tokens: int
     weight_format: str | None = None
+    is_of_experts: bool = False

@@ -1,0 +1,101 @@
+"""Linears of a mixture of experts, with a LoRA for each expert and adapter.
+
+A slot is an expert with an adapter. Rows come in blocks that have one slot, so back
+ends compute these linears as others, but that the weight of a row is that of its
+expert. The rows are made by `route_rows` and `gather_rows`; see expert_rows.py.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlora.pallas_kernels.backends import get_backend
+from jaxlora.pallas_kernels.checks import check_experts
+from jaxlora.pallas_kernels.dropout import Dropout, expert_mask_words
+from jaxlora.pallas_kernels.expert_rows import RowPlan, rows_at
+from jaxlora.pallas_kernels.given_mask import GivenMask
+from jaxlora.pallas_kernels.op import passes_of, with_gradient
+from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
+from jaxlora.pallas_kernels.varying import vary, varying_axes
+
+
+@typing.no_type_check  # `checks.py` has better messages
+def expert_linears(
+    x: Float[Array, "S K"],
+    projections: Sequence[Projection],
+    plan: RowPlan,
+    *,
+    w_transposed: bool = False,
+    implementation: str = "xla",
+) -> tuple[Float[Array, "S _"], ...]:
+    """`y = x W[e] + bias[e] + scaling[g] * dropout(x) A[e, g] B[e, g]`, by row.
+
+    The expert e and the adapter g of a row are those of its block. Several projections
+    share x, as gate and up do. The gradients of y must be zero in rows of padding whose
+    block also has others, and x must be finite there, unless a value of the block's own
+    adapter is not. `gather_rows`, `combine_rows` and functions of each row see to both.
+    Blocks of padding may hold anything, also in the results.
+
+    Args:
+        x: The rows of `gather_rows`, or what is computed of each.
+        projections: The linears. The fields of a projection have these shapes here:
+            w [E, K, N], in x's dtype, or a quantized weight whose arrays have a first
+            axis of E; a [E G, K, R] and b [E G, R, N] by slot, `expert * G + adapter`;
+            scaling, rank and settings by adapter; bias [E, N]. dropout is that of the
+            tokens, with a key: by adapter and token, as in `multi_lora_linear`. Its
+            mask also depends on the expert.
+        plan: Where the rows are.
+        w_transposed: Whether weights that are not quantized are stored [E, N, K].
+        implementation: Name of the kernel back end in `BACKENDS`.
+
+    Returns:
+        y of each projection. A quantized stack is dequantized in x's dtype before each
+        product, into memory that all its experts need at once.
+
+    Raises:
+        ValueError: The arguments do not match, or the implementation is unknown or
+            cannot run such linears on this device.
+    """
+    backend = get_backend(implementation)
+    check_experts(backend, x, projections, plan, w_transposed=w_transposed)
+    made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
+    arrays = x, made, plan
+    x, made, plan = vary(arrays, varying_axes(arrays))
+    op = with_gradient(passes_of(backend, ()))
+    return tuple(op(x, made, plan.expert, plan, None, w_transposed))
+
+
+def _by_slot(projection: Projection, plan: RowPlan, num_features: int) -> Projection:
+    """Returns the projection with its adapters' settings repeated for each expert."""
+    p, num_experts = projection, plan.num_experts
+    rank, dropout = p.rank, p.dropout
+    assert not isinstance(dropout, GivenMask)
+    if rank is None:
+        rank = jnp.full(p.scaling.shape, p.a.shape[2], jnp.int32)
+    return dataclasses.replace(
+        p,
+        scaling=jnp.tile(p.scaling, num_experts),
+        rank=jnp.tile(rank, num_experts),
+        settings=None if p.settings is None else _repeated(p.settings, num_experts),
+        dropout=None if dropout is None else _of_rows(dropout, plan, num_features),
+    )
+
+
+def _repeated(settings: KernelSettings, num_experts: int) -> KernelSettings:
+    rows: Any = {name: getattr(settings, name) for name in ROWS}
+    repeated = {name: jnp.tile(row, num_experts) for name, row in rows.items()}
+    return dataclasses.replace(settings, **repeated)
+
+
+def _of_rows(dropout: Dropout, plan: RowPlan, num_features: int) -> Dropout:
+    """Returns the dropout of rows and slots for one of tokens and adapters."""
+    token_index = rows_at(dropout.token_index, plan.token)
+    words = expert_mask_words(
+        dropout.given_key(), plan.slot, token_index, plan.num_experts, num_features
+    )
+    rate = jnp.tile(dropout.rate, plan.num_experts)
+    return Dropout(None, rate, token_index, words)
