@@ -10,6 +10,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,6 +20,7 @@ from jaxlora.pallas_kernels.dropout import Dropout, expert_mask_words
 from jaxlora.pallas_kernels.expert_rows import RowPlan, rows_at
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.op import passes_of, with_gradient
+from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
 from jaxlora.pallas_kernels.varying import vary, varying_axes
 
@@ -30,6 +32,7 @@ def expert_linears(
     plan: RowPlan,
     *,
     w_transposed: bool = False,
+    s: Sequence[Float[Array, "S _"]] | None = None,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "S _"], ...]:
     """`y = x W[e] + bias[e] + scaling[g] * dropout(x) A[e, g] B[e, g]`, by row.
@@ -50,6 +53,7 @@ def expert_linears(
             mask also depends on the expert.
         plan: Where the rows are.
         w_transposed: Whether weights that are not quantized are stored [E, N, K].
+        s: What `expert_gate` computed beside x; None: it is computed here.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Returns:
@@ -63,10 +67,48 @@ def expert_linears(
     backend = get_backend(implementation)
     check_experts(backend, x, projections, plan, w_transposed=w_transposed)
     made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
-    arrays = x, made, plan
-    x, made, plan = vary(arrays, varying_axes(arrays))
+    arrays = x, made, plan, s
+    x, made, plan, s = vary(arrays, varying_axes(arrays))
     op = with_gradient(passes_of(backend, ()))
-    return tuple(op(x, made, plan.expert, plan, None, w_transposed))
+    return tuple(op(x, made, plan.expert, plan, s, w_transposed))
+
+
+@typing.no_type_check  # `checks.py` has better messages
+def expert_gate(
+    x: Float[Array, "S K"],
+    projections: Sequence[Projection],
+    gate: Gate,
+    following: Sequence[Projection],
+    plan: RowPlan,
+    *,
+    implementation: str,
+) -> tuple[Float[Array, "S F"], list[Float[Array, "S R"]]]:
+    """`multi_lora_gate` for linears of experts; see `expert_linears` for these.
+
+    Args:
+        x: The rows of `gather_rows`.
+        projections: The linears that share x. Their weights are not stored transposed.
+        gate: Makes h of their outputs. Blocks of padding of h may hold anything.
+        following: The linears that take h. They get no gradient here.
+        plan: Where the rows are.
+        implementation: Name of a kernel back end with `produce`.
+
+    Returns:
+        h, and s of each following linear.
+
+    Raises:
+        ValueError: As for `expert_linears`.
+    """
+    backend = get_backend(implementation)
+    check_experts(backend, x, projections, plan)
+    h = jax.ShapeDtypeStruct((x.shape[0], projections[0].b.shape[2]), x.dtype)
+    check_experts(backend, h, following, plan)
+    made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
+    after = tuple(_by_slot(p, plan, h.shape[1]) for p in following)
+    op = gate_with_gradient(passes_of(backend, ()), gate)
+    arrays = x, made, after, plan
+    x, made, after, plan = vary(arrays, varying_axes(arrays))
+    return op(x, made, after, plan.expert, plan, None)
 
 
 def _by_slot(projection: Projection, plan: RowPlan, num_features: int) -> Projection:

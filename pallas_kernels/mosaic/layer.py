@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import TILE_BLOCKS, RowPlan
 from jaxlora.pallas_kernels.mosaic.launch import Work
 from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
@@ -36,9 +37,10 @@ from jaxlora.pallas_kernels.mosaic.products import (
     run_expand,
     shrink,
 )
-from jaxlora.pallas_kernels.mosaic.ring import ROWS, STEP
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, ROWS, STEP
 from jaxlora.pallas_kernels.operands import (
     MAX_RANK,
+    Blocks,
     Operands,
     Term,
     make_operands,
@@ -52,7 +54,7 @@ from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 
 # expand keeps the stages of all ranks of a tile filled.
 assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
-assert ROWS == TILE_TOKENS
+assert ROWS == TILE_TOKENS and TILE_BLOCKS == COMPUTE_WGS
 
 
 def _swap_last_axes(x: Array) -> Array:
@@ -68,8 +70,8 @@ def _fp8_weights(projections: Sequence[Projection]) -> list[Fp8Weight]:
 def forward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
     s: list[Array] | None = None,
     *,
     w_transposed: bool = False,
@@ -97,7 +99,8 @@ def forward(
 
 
 def _masks(given: Operands) -> list[Mask]:
-    return list(map(make_mask, given.masks))
+    num_slots = given.a[0].shape[0]
+    return [make_mask(source, num_slots) for source in given.masks]
 
 
 def _fp8_forward(
@@ -134,8 +137,8 @@ def backward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
     s: list[Array],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
     ds: list[Array] | None = None,
     *,
     w_transposed: bool = False,
@@ -164,7 +167,7 @@ def backward(
     def work(i):
         return expand_work(terms[i], layer, blocks, transposed=not w_transposed)
 
-    return _run_backward(work, outers, ranks)
+    return _run_backward(work, outers, ranks, blocks)
 
 
 def _fp8_backward(
@@ -198,7 +201,7 @@ def _fp8_backward(
         layer = jnp.zeros(1, jnp.int32)
         return expand_work(terms[i], layer, blocks, transposed=True, scales=(scale,))
 
-    return _run_backward(work, outers, ranks)
+    return _run_backward(work, outers, ranks, blocks)
 
 
 def _transposed(
@@ -221,6 +224,7 @@ def _run_backward(
     expand: Callable[[slice], Work],
     outers: list[tuple[Work, Parts]],
     ranks: list[int],
+    blocks: Blocks,
 ) -> tuple[Array, list[dict[str, Array]]]:
     """Runs expand and the outer products, as many projections in a launch as fit.
 
@@ -230,6 +234,7 @@ def _run_backward(
         expand: Makes the work that sums the terms of some of the projections.
         outers: The work of dB for each projection, then that of dA for all of them.
         ranks: The largest rank of each projection.
+        blocks: Slots of the rows.
 
     Returns:
         dx [T, K], and for each projection `a` [G, K, R] and `b` [G, R, N], in float32.
@@ -237,7 +242,8 @@ def _run_backward(
     dx, gradients = [], []
     group = MAX_RANK // max(padded_rank(max(ranks)), STEP)
     for first in range(0, len(ranks), group):
-        part, computed = expand_with_outers(expand(slice(first, first + group)), outers)
+        some = expand(slice(first, first + group))
+        part, computed = expand_with_outers(some, outers, blocks)
         dx.append(part)
         gradients += computed
         outers = []
