@@ -123,7 +123,7 @@ def _by_slot(projection: Projection, plan: RowPlan, num_features: int) -> Projec
         scaling=jnp.tile(p.scaling, num_experts),
         rank=jnp.tile(rank, num_experts),
         settings=None if p.settings is None else _repeated(p.settings, num_experts),
-        dropout=None if dropout is None else _of_rows(dropout, plan, num_features),
+        dropout=None if dropout is None else of_rows(dropout, plan, num_features),
     )
 
 
@@ -133,7 +133,7 @@ def _repeated(settings: KernelSettings, num_experts: int) -> KernelSettings:
     return dataclasses.replace(settings, **repeated)
 
 
-def _of_rows(dropout: Dropout, plan: RowPlan, num_features: int) -> Dropout:
+def of_rows(dropout: Dropout, plan: RowPlan, num_features: int) -> Dropout:
     """Returns the dropout of rows and slots for one of tokens and adapters."""
     token_index = rows_at(dropout.token_index, plan.token)
     words = expert_mask_words(
