@@ -6,6 +6,7 @@ expert. The rows are made by `route_rows` and `gather_rows`; see expert_rows.py.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,14 @@ from jaxtyping import Array, Float
 from jaxlora.pallas_kernels.backends import get_backend
 from jaxlora.pallas_kernels.checks import check_experts
 from jaxlora.pallas_kernels.dropout import Dropout, expert_mask_words
-from jaxlora.pallas_kernels.expert_rows import RowPlan, rows_at
+from jaxlora.pallas_kernels.expert_rows import (
+    RowPlan,
+    combine_rows,
+    gather_rows,
+    rows_at,
+)
 from jaxlora.pallas_kernels.given_mask import GivenMask
-from jaxlora.pallas_kernels.op import passes_of, with_gradient
+from jaxlora.pallas_kernels.op import Passes, passes_of, with_gradient
 from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
 from jaxlora.pallas_kernels.varying import vary, varying_axes
@@ -109,6 +115,94 @@ def expert_gate(
     arrays = x, made, after, plan
     x, made, after, plan = vary(arrays, varying_axes(arrays))
     return op(x, made, after, plan.expert, plan, None)
+
+
+@typing.no_type_check  # `checks.py` has better messages
+def expert_output(
+    h: Float[Array, "S F"],
+    projection: Projection,
+    weights: Float[Array, "T k"],
+    plan: RowPlan,
+    *,
+    w_transposed: bool = False,
+    s: Float[Array, "S _"] | None = None,
+    implementation: str = "xla",
+) -> Float[Array, "T D"]:
+    """Combines the rows of the last linear of experts: `sum_j weights[t, j] y[t, j]`.
+
+    It is `combine_rows` of `expert_linears`. But the backward pass does not read y: the
+    gradient of a weight is the product of h and its gradient before it is weighted. So
+    a policy of `jax.checkpoint` that recomputes the layer need not compute y again.
+
+    Args:
+        h: The rows of experts.
+        projection: The linear; see `expert_linears`.
+        weights: Weight of each token's copy for its j-th expert.
+        plan: Where the rows are.
+        w_transposed: Whether a weight that is not quantized is stored [E, N, K].
+        s: What `expert_gate` computed beside h; None: it is computed here.
+        implementation: Name of the kernel back end in `BACKENDS`.
+
+    Raises:
+        ValueError: As for `expert_linears`.
+
+    References:
+        SonicMoE, arXiv 2512.14080 (the gradient of a weight).
+    """
+    backend = get_backend(implementation)
+    check_experts(backend, h, [projection], plan, w_transposed=w_transposed)
+    if weights.shape != plan.row.shape:
+        raise ValueError(
+            f"weights have shape {weights.shape}, wanted {plan.row.shape}: one for "
+            "each of the plan's copies of tokens."
+        )
+    made = _by_slot(projection, plan, h.shape[1])
+    arrays = h, made, weights, plan, None if s is None else [s]
+    arrays = vary(arrays, varying_axes(arrays))
+    return _output_with_gradient(passes_of(backend, ()))(*arrays, w_transposed)
+
+
+@functools.cache
+def _output_with_gradient(passes: Passes):
+    """Makes the op of a linear of experts whose rows are combined."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+    def op(h, projection, weights, plan, s, w_transposed):
+        return forward(h, projection, weights, plan, s, w_transposed)[0]
+
+    def forward(h, projection, weights, plan, s, w_transposed):
+        given = h, (projection,), plan.expert, plan, s, w_transposed
+        (y,), kept = passes.forward(*given)
+        return combine_rows(y, weights, plan), (kept, weights)
+
+    def backward(w_transposed, residuals, dy):
+        kept, weights = residuals
+        h, (projection,), _, _, plan = kept
+        of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
+        dh, (gradients,) = passes.backward(
+            w_transposed, kept, [gather_rows(dy, plan)], row_weights=of_row
+        )
+        dh = dh.astype(jnp.float32)
+        dweights = rows_at((h.astype(jnp.float32) * dh).sum(1), plan.row)
+        if projection.bias is not None:
+            dweights += _of_bias(dy, projection.bias, plan)
+        dh = (dh * of_row[:, None]).astype(h.dtype)
+        return dh, gradients, dweights.astype(weights.dtype), None, None
+
+    op.defvjp(forward, backward)
+    return op
+
+
+def _of_bias(
+    dy: Float[Array, "T D"], bias: Float[Array, "E D"], plan: RowPlan
+) -> Float[Array, "T k"]:
+    """Returns what the experts' biases add to the gradients of the weights."""
+    of_expert = jnp.einsum("td,ed->te", dy, bias, preferred_element_type=jnp.float32)
+    rows_of_tile = plan.num_rows // plan.expert.shape[0]
+    is_copy = plan.row < plan.num_rows
+    tile = jnp.where(is_copy, plan.row, 0) // rows_of_tile
+    found = jnp.take_along_axis(of_expert, plan.expert[tile], axis=1)
+    return jnp.where(is_copy, found, 0)
 
 
 def _by_slot(projection: Projection, plan: RowPlan, num_features: int) -> Projection:

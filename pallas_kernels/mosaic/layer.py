@@ -140,12 +140,14 @@ def backward(
     layer: Int[Array, " _"],
     block_adapter: Int[Array, " NB"] | RowPlan,
     ds: list[Array] | None = None,
+    row_weights: Float[Array, " T"] | None = None,
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
 
-    If ds is given, it was computed beside dy.
+    If ds is given, it was computed beside dy. With weights of rows, the gradients of A
+    and B are those of weighted rows; see `Backward`.
     """
     given = make_operands(x, projections, block_adapter)
     ranks = [p.a.shape[2] for p in projections]
@@ -153,12 +155,19 @@ def backward(
         assert ds is None, "its kernels quantize dy where they compute ds"
         return _fp8_backward(dy, x, weights, s, given, ranks)
     settings, blocks, masks = given.settings, given.blocks, _masks(given)
+
+    def weighted(narrow):
+        if row_weights is None:
+            return narrow
+        return (narrow * row_weights[:, None]).astype(narrow.dtype)
+
     made, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []
         made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
-        outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
-    outers.append(outer_work(x, made, settings, blocks, masks, transposed=False))
+        outers.append(outer_work(dy_i, [weighted(s[i])], *unmasked, transposed=True))
+    narrow = [*map(weighted, made)]
+    outers.append(outer_work(x, narrow, settings, blocks, masks, transposed=False))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, made, a, settings, of_terms, strict=True)

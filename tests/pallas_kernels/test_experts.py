@@ -20,6 +20,7 @@ from jaxlora.pallas_kernels import (
     combine_rows,
     dropout_keys,
     expert_linears,
+    expert_output,
     gather_rows,
     route_rows,
 )
@@ -135,9 +136,11 @@ def both_ways(x, weights, projections, dy, expert_ids, block_adapter, sizes, opt
     plan = route_rows(expert_ids, block_adapter, *sizes)
 
     def run(x, weights, projections):
-        rows = gather_rows(x, plan)
-        outputs = expert_linears(rows, projections, plan, **dict(options))
-        return [combine_rows(y, weights, plan) for y in outputs]
+        rows, given = gather_rows(x, plan), dict(options)
+        if not given.pop("combined", False):
+            outputs = expert_linears(rows, projections, plan, **given)
+            return [combine_rows(y, weights, plan) for y in outputs]
+        return [expert_output(rows, p, weights, plan, **given) for p in projections]
 
     y, back = jax.vjp(run, x, weights, projections)
     return y, *back(list(dy))
@@ -206,8 +209,10 @@ def test_the_definition_matches_loops_over_experts_and_adapters(sizes):
     problem = experts(**sizes)
     transposed = sizes.get("w_transposed", False)
     w = [np.swapaxes(p.w, 1, 2) if transposed else p.w for p in problem.projections]
-    got = results(problem, w_transposed=transposed)
-    assert_close(got, expected(problem, w))
+    wanted = expected(problem, w)
+    for combined in (False, True):
+        got = results(problem, w_transposed=transposed, combined=combined)
+        assert_close(got, wanted)
 
 
 def test_a_mask_depends_on_the_token_its_expert_and_the_feature():
@@ -286,10 +291,11 @@ def test_mosaic_has_the_contracts_and_the_values_of_the_definition():
     """Blocks of padding, which the kernels do not write, hold anything."""
     sizes = {"num_experts": 3, "unused": (1,), "k": 1, "rates": RATES, "bias": True}
     problem = experts((0, 1, -1), **sizes, dtype=jnp.bfloat16)
-    wanted = results(problem)
+    wanted = results(problem, combined=True)
+    options = {"implementation": "mosaic", "combined": True}
     with mosaic_kernels():
-        got = results(problem, implementation="mosaic")
-        beside_nan = results(with_nan(problem), implementation="mosaic")
+        got = results(problem, **options)
+        beside_nan = results(with_nan(problem), **options)
     assert_close(got, wanted, 4e-3)
     assert_same_bits(own(problem, beside_nan), own(problem, got))
 

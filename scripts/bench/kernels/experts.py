@@ -25,9 +25,9 @@ from jaxlora.pallas_kernels import (
     Gate,
     Projection,
     RowPlan,
-    combine_rows,
     expert_gate,
     expert_linears,
+    expert_output,
     gather_rows,
     kernel_settings,
     route_rows,
@@ -210,8 +210,7 @@ def layer(given: Operands) -> Any:
         *up, down = _with(given.linears, tables)
         rows, kernels = gather_rows(x, given.plan), {"implementation": "mosaic"}
         h, s = expert_gate(rows, up, _GATE, [down], given.plan, **kernels)
-        (y,) = expert_linears(h, [down], given.plan, s=s, **kernels)
-        return combine_rows(y, weights, given.plan)
+        return expert_output(h, down, weights, given.plan, s=s[0], **kernels)
 
     tables = [(p.a, p.b) for p in given.linears]
     y, back = jax.vjp(forward, given.x, given.weights, tables)
