@@ -267,7 +267,7 @@ def produce_beside(
     function: RowFunction,
     arguments: RowArguments,
     projections: Sequence[Projection],
-    block_adapter: Array,
+    block_adapter: Array | RowPlan,
     *,
     is_gradient: bool,
 ) -> tuple[list[Array], list[Array]]:
