@@ -29,8 +29,9 @@ from jaxlora.pallas_kernels import (
 )
 from jaxlora.pallas_kernels.experts import of_rows
 from tests.oracle import relative_error
-from tests.pallas_kernels.fused import mosaic_kernels
+from tests.pallas_kernels.fused import back_ends, mosaic_kernels
 
+BACK_ENDS = back_ends()
 RATES = 0.0, 0.4
 GAINS = DoraGain(gain=jnp.ones((10, 48)), is_used=jnp.ones(10, bool))
 
@@ -290,13 +291,15 @@ def test_other_adapters_change_no_bit():
         assert_same_bits(own(problem, results(other)), together)
 
 
-def test_mosaic_has_the_contracts_and_the_values_of_the_definition():
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_kernels_have_the_contracts_and_the_values_of_the_definition(name):
     """Blocks of padding, which the kernels do not write, hold anything."""
+    fused = BACK_ENDS[name]
     sizes = {"num_experts": 3, "unused": (1,), "k": 1, "rates": RATES, "bias": True}
-    problem = experts((0, 1, -1), **sizes, dtype=jnp.bfloat16)
+    problem = experts((0, 1, -1), **sizes, dtype=fused.dtype)
     wanted = results(problem, combined=True)
-    options = {"implementation": "mosaic", "combined": True}
-    with mosaic_kernels():
+    options = {"implementation": fused.implementation, "combined": True}
+    with fused.kernels():
         got = results(problem, **options)
         beside_nan = results(with_nan(problem), **options)
     assert_close(got, wanted, 4e-3)
