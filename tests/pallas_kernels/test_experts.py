@@ -17,6 +17,7 @@ from jaxlora.pallas_kernels import (
     Gate,
     GivenMask,
     Int8Weight,
+    Mxfp4Weight,
     Nf4Weight,
     Projection,
     combine_rows,
@@ -306,7 +307,7 @@ def test_kernels_have_the_contracts_and_the_values_of_the_definition(name):
     assert_same_bits(own(problem, beside_nan), own(problem, got))
 
 
-@pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight])
+@pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight, Mxfp4Weight])
 def test_a_quantized_stack_has_the_bits_of_its_dequantized_weights(weight):
     problem = experts((0, 1), num_experts=3, features=(64, (64,)), w_transposed=True)
     (one,) = problem.projections
