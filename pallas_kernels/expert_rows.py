@@ -213,7 +213,12 @@ def gather_rows(x: Float[Array, "T D"], plan: RowPlan) -> Float[Array, "S D"]:
     The gradient of a token is the sum of its copies' in the order of its experts, in
     float32, rounded once.
     """
-    return rows_at(x, plan.token)
+    if jnp.dtype(x.dtype).itemsize != 2 or x.shape[1] % 2:
+        return rows_at(x, plan.token)
+    # XLA copies words of four bytes in two thirds of the time.
+    pairs = x.reshape(x.shape[0], -1, 2)
+    words = rows_at(jax.lax.bitcast_convert_type(pairs, jnp.uint32), plan.token)
+    return jax.lax.bitcast_convert_type(words, x.dtype).reshape(-1, x.shape[1])
 
 
 def _gather_forward(x, plan):

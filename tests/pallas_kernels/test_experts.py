@@ -396,10 +396,14 @@ def test_rows_of_another_plan_are_refused():
 
 
 def test_a_gate_computes_s_of_the_linear_behind_it():
-    """The blocks of padding in the rows of h hold anything, and change nothing."""
+    """The blocks of padding in the rows of h hold anything, and change nothing.
+
+    Only the linear behind it has dropout.
+    """
     sizes = {"num_experts": 3, "k": 1, "rates": RATES, "dtype": jnp.bfloat16}
     problem = experts((0, 1, -1), features=(128, (128, 128, 128)), **sizes)
     (*shared, last), plan = problem.projections, problem.plan()
+    shared = [dataclasses.replace(p, dropout=None) for p in shared]
     gate = Gate(swiglu_rows, swiglu_gradient_rows)
 
     def fused(x, tables):
