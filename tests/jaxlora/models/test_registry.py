@@ -53,6 +53,7 @@ HYBRID = (
 OTHER_LINEARS = {
     "phi3": FUSED,
     "qwen3_moe": OF_EXPERTS,
+    "glm": (*LINEARS[:4], *FUSED[2:]),
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
