@@ -50,7 +50,7 @@ class RowPlan:
     slot: Int[Array, " NB"]
     expert: Int[Array, " NT"]
     order: Int[Array, " NB"]
-    starts: Int[Array, " EG1"]
+    starts: Int[Array, " XG1"]
     num_tiles: Int[Array, " 1"]
     num_adapters: int = dataclasses.field(metadata={"static": True})
     usual_blocks: int = dataclasses.field(metadata={"static": True})
@@ -62,7 +62,7 @@ class RowPlan:
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """X."""
         return (self.starts.shape[0] - 1) // self.num_adapters
 
     @property
@@ -103,10 +103,10 @@ def route_rows(
     token's routes depend on nothing but its own experts.
 
     Args:
-        expert_ids: The experts of each token, all different, from 0 to E - 1.
+        expert_ids: The experts of each token, all different, from 0 to X - 1.
         block_adapter: Adapter of each token block; the T / TB tokens of a block share
             one; -1 for padding.
-        num_experts: E.
+        num_experts: X.
         num_adapters: G.
 
     Raises:
@@ -121,14 +121,14 @@ def route_rows(
     ids = expert_ids.reshape(num_token_blocks, -1, k)
     rank, counts = _count(ids, num_experts)
     mine = block_adapter[:, None] == jnp.arange(num_adapters)  # [TB, G]
-    of_adapter = jnp.where(mine[:, :, None], counts[:, None], 0)  # [TB, G, E]
-    earlier = jnp.where(mine[:, :, None], _before(of_adapter), 0).sum(1)  # [TB, E]
-    group = -(-of_adapter.sum(0).T // TILE_TOKENS)  # blocks of each [E, G]
+    of_adapter = jnp.where(mine[:, :, None], counts[:, None], 0)  # [TB, G, X]
+    earlier = jnp.where(mine[:, :, None], _before(of_adapter), 0).sum(1)  # [TB, X]
+    group = -(-of_adapter.sum(0).T // TILE_TOKENS)  # blocks of each [X, G]
     tiles = -(-group.sum(1) // TILE_BLOCKS)  # of each expert
     first_tile = _before(tiles)
     within = jnp.cumsum(group, 1, dtype=jnp.int32) - group
     first = first_tile[:, None] * TILE_BLOCKS + within
-    base = first.T[jnp.maximum(block_adapter, 0)] * TILE_TOKENS + earlier  # [TB, E]
+    base = first.T[jnp.maximum(block_adapter, 0)] * TILE_TOKENS + earlier  # [TB, X]
     row = jnp.take_along_axis(base[:, None] + rank, ids, axis=2)
     blocks = num_blocks(t * k, num_experts, num_adapters)
     copy = jnp.arange(t * k, dtype=jnp.int32)
@@ -156,7 +156,7 @@ def route_rows(
 
 def _count(
     ids: Int[Array, "TB BT k"], num_experts: int
-) -> tuple[Int[Array, "TB BT E"], Int[Array, "TB E"]]:
+) -> tuple[Int[Array, "TB BT X"], Int[Array, "TB X"]]:
     """Counts the tokens of each expert in a token block: those before each, and all.
 
     Counts are products with zeros and ones, which are exact as long as a block has at
@@ -174,8 +174,8 @@ def _count(
 
 
 def _blocks_of(
-    first: Int[Array, " EG"], group: Int[Array, " EG"], blocks: int
-) -> tuple[Int[Array, " NB"], Int[Array, " NB"], Int[Array, " EG1"]]:
+    first: Int[Array, " XG"], group: Int[Array, " XG"], blocks: int
+) -> tuple[Int[Array, " NB"], Int[Array, " NB"], Int[Array, " XG1"]]:
     """Returns `slot`, `order` and `starts` of a plan.
 
     Args:

@@ -76,7 +76,7 @@ class QuantizedWeight(abc.ABC):
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of experts: each array has a first axis of E."""
+        """Whether it is a stack of experts: each array has a first axis of X."""
         name, dimensions = next(iter(self.dimensions.items()))
         return jnp.ndim(self.arrays[name]) > len(dimensions)
 
