@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import (
@@ -435,3 +437,30 @@ def test_a_gate_computes_s_of_the_linear_behind_it():
 def _with_tables(projections, tables):
     pairs = zip(projections, tables, strict=True)
     return [dataclasses.replace(p, a=a, b=b) for p, (a, b) in pairs]
+
+
+def test_devices_of_a_mesh_route_their_own_tokens():
+    """The types of arrays in `shard_map` are those of both passes."""
+    problem = experts((0, 1, 1, 0), features=(64, (48,)))
+    mesh, own_rows, shared = (
+        Mesh(np.array(jax.devices()[:2]), ("data",)),
+        P("data"),
+        P(),
+    )
+    sizes = problem.num_experts, problem.num_adapters
+
+    def local(x, weights, projections, dy, ids, blocks):
+        given = x, weights, projections, dy, ids, blocks, sizes
+        return both_ways(*given, (("combined", True),))
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(own_rows, own_rows, shared, own_rows, own_rows, own_rows),
+        out_specs=(own_rows, own_rows, own_rows, shared),
+    )
+    p = problem
+    fixed = p.dy, p.expert_ids, jnp.asarray(p.block_adapter)
+    (y,), dx, dweights, (d,) = jax.jit(run)(p.x, p.weights, p.projections, *fixed)
+    got = {"dx": dx, "dweights": dweights, "y0": y, "da0": d.a, "db0": d.b}
+    assert_close(got, results(problem, combined=True))
