@@ -15,7 +15,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
@@ -41,6 +41,7 @@ class RowPlan:
         starts: Index in `order` of each slot's first block, and the number of blocks
             that are no padding.
         num_tiles: Number of tiles up to the last that is no padding.
+        fits: Whether all copies have a row. If not, `combine_rows` returns NaN.
         num_adapters: G.
         usual_blocks: About how many blocks are in such tiles, as launches are planned.
     """
@@ -52,6 +53,7 @@ class RowPlan:
     order: Int[Array, " NB"]
     starts: Int[Array, " XG1"]
     num_tiles: Int[Array, " 1"]
+    fits: Bool[Array, ""]
     num_adapters: int = dataclasses.field(metadata={"static": True})
     usual_blocks: int = dataclasses.field(metadata={"static": True})
 
@@ -96,6 +98,8 @@ def route_rows(
     block_adapter: Int[Array, " TB"],
     num_experts: int,
     num_adapters: int,
+    *,
+    most_adapters: int | None = None,
 ) -> RowPlan:
     """Groups the copies of tokens by expert and adapter.
 
@@ -108,6 +112,8 @@ def route_rows(
             one; -1 for padding.
         num_experts: X.
         num_adapters: G.
+        most_adapters: The most adapters that have tokens here, by which the number of
+            rows goes; None: G. If more of them need more rows, the results are NaN.
 
     Raises:
         ValueError: T is not a multiple of TB.
@@ -130,7 +136,8 @@ def route_rows(
     first = first_tile[:, None] * TILE_BLOCKS + within
     base = first.T[jnp.maximum(block_adapter, 0)] * TILE_TOKENS + earlier  # [TB, X]
     row = jnp.take_along_axis(base[:, None] + rank, ids, axis=2)
-    blocks = num_blocks(t * k, num_experts, num_adapters)
+    most_adapters = num_adapters if most_adapters is None else most_adapters
+    blocks = num_blocks(t * k, num_experts, most_adapters)
     copy = jnp.arange(t * k, dtype=jnp.int32)
     beyond = blocks * TILE_TOKENS + copy.reshape(row.shape)
     row = jnp.where((block_adapter >= 0)[:, None, None], row, beyond)
@@ -148,9 +155,10 @@ def route_rows(
         expert=jnp.where(expert < num_experts, expert, 0),
         order=order,
         starts=starts,
-        num_tiles=last_tile[-1:],
+        num_tiles=jnp.minimum(last_tile[-1:], blocks // TILE_BLOCKS),
+        fits=last_tile[-1] * TILE_BLOCKS <= blocks,
         num_adapters=num_adapters,
-        usual_blocks=_usual_blocks(t * k, num_experts, num_adapters),
+        usual_blocks=_usual_blocks(t * k, num_experts, most_adapters),
     )
 
 
@@ -248,7 +256,7 @@ def combine_rows(
         weights: Weight of each token's copy for its j-th expert.
         plan: Where the copies are.
     """
-    total = jnp.zeros((), jnp.float32)
+    total = jnp.where(plan.fits, jnp.float32(0), jnp.float32(jnp.nan))
     for row, weight in zip(plan.row.T, weights.T, strict=True):
         copy = rows_at(y, row).astype(jnp.float32)
         total = total + copy * weight[:, None].astype(jnp.float32)

@@ -361,6 +361,24 @@ def test_rows_are_grouped_in_the_order_of_tokens(num_experts, num_adapters, k, b
     assert plan.num_tiles == (live[-1] // 2 + 1 if len(live) else 0)
 
 
+def test_rows_for_the_adapters_that_have_tokens_are_enough():
+    """With too few of them, nothing is dropped in silence."""
+    problem = experts((3, 1, -1, 3), num_adapters=4, ranks=(2, 3, 4, 5), k=1)
+    p, sizes = problem, (problem.num_experts, problem.num_adapters)
+    (one,), blocks = p.projections, jnp.asarray(p.block_adapter)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(most):
+        plan = route_rows(p.expert_ids, blocks, *sizes, most_adapters=most)
+        rows = gather_rows(p.x, plan)
+        return expert_output(rows, one, p.weights, plan), rows
+
+    (wanted, most), (got, fewer), (too_few, _) = map(run, (None, 2, 0))
+    assert len(fewer) < len(most)
+    np.testing.assert_array_equal(got, wanted)
+    assert np.isnan(np.asarray(too_few)).all()
+
+
 def test_there_is_neither_a_sort_nor_a_sum_of_scattered_rows():
     problem = experts((0, 1), features=(64, (48,)))
     sizes = problem.num_experts, problem.num_adapters
