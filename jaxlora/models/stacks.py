@@ -41,21 +41,26 @@ class Stack:
 
 
 def stacks_of(
-    layers: Mapping[int, Sequence[str]], tables: Collection[str]
+    layers: Mapping[int, Mapping[str, str]], tables: Collection[str]
 ) -> tuple[Stack, ...]:
     """Returns the stacks of the tables of these layers.
 
     Args:
-        layers: Names of the linears of each layer, by its number.
+        layers: For each layer, by its number, the linears and the names of their
+            stacks, which linears of other sizes do not share.
         tables: Dotted paths of the tables that there are.
     """
     stacks = []
-    for name in dict.fromkeys(name for names in layers.values() for name in names):
+    linears: dict[str, list[str]] = {}
+    for i, names in layers.items():
+        for name, stack in names.items():
+            linears.setdefault(stack, []).append(f"layers.{i}.{name}")
+    for stack, members in linears.items():
         for tensor in trained_tensors():
-            paths = (tensor_path(f"layers.{i}.{name}", tensor) for i in layers)
+            paths = (tensor_path(member, tensor) for member in members)
             paths = tuple(path for path in paths if path in tables)
             if paths:
-                stacks.append(Stack(name=tensor_path(name, tensor), paths=paths))
+                stacks.append(Stack(name=tensor_path(stack, tensor), paths=paths))
     outside = (path for path in OUTSIDE_LINEARS if path in tables)
     return *stacks, *(Stack(name=path, paths=(path,)) for path in outside)
 

@@ -8,7 +8,9 @@ of a sum over the devices, which waits for the optimizer step. So LoRA adds no e
 to a pass: the kernels run unchanged on the parts.
 
 With fewer key-value heads than devices, several devices use the same one. W, A and B of
-k and v are then whole on all devices, which use the columns of their own head.
+k and v are then whole on all devices, which use the columns of their own head. So are
+those of a linear whose outputs have sections, such as the queries, keys and values of a
+gated delta net: a device uses the columns of its own heads in each.
 
 A trained bias follows its frozen one: it is divided with the outputs, or one device
 adds it. Trained rows of tokens, and VeRA's matrices, are whole on each device. A device
@@ -18,8 +20,6 @@ part of the vocabulary.
 References:
     Megatron-LM, arXiv 1909.08053, section 3.
 """
-
-import dataclasses
 
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
@@ -49,17 +49,28 @@ def check_divides(
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
     }
+    for shape in filter(None, map(config.delta_shape, range(config.num_layers))):
+        sizes["linear_num_key_heads"] = shape.num_key_heads
     for name, size in sizes.items():
         if size % tensor:
             raise ValueError(
                 f"tensor={tensor} does not divide {name}={size} of the model. Choose a "
                 "tensor that does, or divide the weights along fsdp."
             )
-    if config.num_kv_heads % tensor and tensor % config.num_kv_heads:
+    kv_heads = config.num_kv_heads
+    if kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
-            f"tensor={tensor} and num_key_value_heads={config.num_kv_heads}: one must "
-            "be a multiple of the other, so that each device has whole heads. Choose "
-            "such a tensor, or divide the weights along fsdp."
+            f"tensor={tensor} and num_key_value_heads={kv_heads}: one must be a "
+            "multiple of the other, so that each device has whole heads. Choose such a "
+            "tensor, or divide the weights along fsdp."
+        )
+    layers = map(config.at_layer, range(config.num_layers))
+    numbers = sorted({layer.num_kv_heads for layer in layers})
+    if len(numbers) > 1 and any(number % tensor for number in numbers):
+        raise ValueError(
+            f"tensor={tensor}, and layers of the model have {numbers} key-value heads: "
+            "it must divide all of them. Choose such a tensor, or divide the weights "
+            "along fsdp."
         )
     if base_format is not None and tensor > 1:
         _check_blocks(config, tensor, base_format)
@@ -77,8 +88,10 @@ def _check_blocks(config: ModelConfig, tensor: int, base_format: BaseFormat) -> 
             "false in quantize_base_args, use int8 or fp8, or divide along fsdp."
         )
     for linear in kinds_of_linears(part_config(config, tensor)):
+        each = linear.out_features // sum(linear.sections)
         try:
-            base_format.shapes(linear.out_features, linear.in_features)
+            for section in linear.sections:
+                base_format.shapes(each * section, linear.in_features)
         except ValueError as error:
             raise ValueError(
                 f"tensor={tensor} leaves each device a part of {linear.name} with K="
@@ -90,10 +103,4 @@ def part_config(config: ModelConfig, tensor: int) -> ModelConfig:
     """Returns the decoder that each device runs; see `check_divides`."""
     if tensor == 1:
         return config
-    return dataclasses.replace(
-        config,
-        num_heads=config.num_heads // tensor,
-        num_kv_heads=max(1, config.num_kv_heads // tensor),
-        intermediate_size=config.intermediate_size // tensor,
-        vocab_size=config.vocab_size // tensor,
-    )
+    return config.divided(tensor)

@@ -75,8 +75,12 @@ DENSE = {
 
 
 def config_of(family: str) -> ModelConfig:
-    more = {"qwen3_moe": EXPERTS, "granitemoehybrid": DENSE}.get(family, {})
-    return model_config({"model_type": family, **SIZES, **more})
+    more = {
+        "qwen3_moe": EXPERTS,
+        "granitemoehybrid": DENSE,
+        "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 24},
+    }
+    return model_config({"model_type": family, **SIZES, **more.get(family, {})})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

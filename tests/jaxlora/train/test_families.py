@@ -36,8 +36,10 @@ FAMILIES = (
     "granite4",
     "qwen3_5",
     "glm",
+    "gemma4",
 )
-MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5")
+UNLIKE = ("qwen3_5", "gemma4")  # their layers are of two kinds
+MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def pair(jobs):
     return [job.replace(target_modules="all-linear") for job in jobs[:2]]
 
 
-@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("folder", UNLIKE, indirect=True)
 def test_no_bit_depends_on_the_rows_of_others(train, pair):
     """Also where chunks of rows pass a state on, and where a neighbour diverges."""
     together = train(pair)
@@ -97,7 +99,7 @@ def test_no_bit_depends_on_the_rows_of_others(train, pair):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("folder", UNLIKE, indirect=True)
 def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
     often = {"window_steps": 1, "checkpoint_every": 1}
     whole = train(pair, **often)
@@ -109,7 +111,7 @@ def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("folder", UNLIKE, indirect=True)
 @pytest.mark.parametrize("remat", ["elementwise", "mlp", "layer"])
 def test_recomputing_changes_rounding_at_most(train, pair, remat):
     names = [job.name for job in pair]
@@ -120,7 +122,9 @@ def test_recomputing_changes_rounding_at_most(train, pair, remat):
 @pytest.mark.needs_devices(4)
 @pytest.mark.parametrize("folder", MESHED, indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
-    pair = [job.replace(target_modules="all-linear") for job in small_jobs[:2]]
+    # In a fourth step, Qwen3.5 would magnify rounding errors of 6e-8 to 6e-6.
+    few = {"target_modules": "all-linear", "steps": 3}
+    pair = [job.replace(**few) for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}
     one = meshes.train("fsdp=1", pair, **given)
     sections = meshes.train("fsdp=1", pair, layers_per_program=1, **given)

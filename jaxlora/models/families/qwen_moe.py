@@ -10,8 +10,8 @@ from jaxlora.models.blocks.experts import Experts
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import Count, Flag, Heads, HfConfig, Windows, count, only
-from jaxlora.models.llama import LlamaLayer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
