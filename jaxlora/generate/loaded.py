@@ -15,6 +15,7 @@ from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import padded_rows
 from jaxlora.generate.programs import Programs, Tables, Weights, programs_of
 from jaxlora.hf.load import FrozenModel, OpenedModel
+from jaxlora.models.config import shared_path
 from jaxlora.models.forward import Base
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_settings import SlotSettings
@@ -115,11 +116,12 @@ def load_decoder(
     options = DecoderOptions(
         dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )
+    adapted = {shared_path(linear_path(n)) for a in adapters for n in a.modules}
     spec = DecoderSpec(
         config=model.config,
         options=options,
         slots=_slot_shape(adapters),
-        adapted=tuple(sorted({linear_path(n) for a in adapters for n in a.modules})),
+        adapted=tuple(sorted(adapted)),
     )
     if isinstance(model, FrozenModel):
         base: Any = model.params

@@ -83,7 +83,8 @@ class Checkpoint:
     def quantized(self) -> dict[str, StoredLinear]:
         """The quantized linears, by our path of the kernel."""
         paths = {f"{path}.kernel" for path in self.linear_paths}
-        specs = (spec for spec in self.specs() if spec.path in paths)
+        parts = (part for spec in self.specs() for part in spec.parts)
+        specs = (part for part in parts if part.path in paths)
         return find_stored_linears(self.layout, specs, self.files)
 
     @functools.cached_property
@@ -101,7 +102,7 @@ class Checkpoint:
             ModelError: A tensor is missing, has another shape or an unsupported dtype,
                 or does not belong to such a model.
         """
-        specs = self.specs()
+        specs = [part for spec in self.specs() for part in spec.parts]
         for spec in specs:
             if (linear := self.quantized.get(spec.path)) is not None:
                 linear.check()

@@ -9,7 +9,7 @@ from jaxlora.errors import ModelError
 from jaxlora.models.blocks.experts import Experts
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.config import Family, ModelConfig
+from jaxlora.models.config import ExpertShape, Family, ModelConfig
 from jaxlora.models.hf_config import Count, Flag, Heads, HfConfig, Windows, count, only
 from jaxlora.models.llama import LlamaLayer
 
@@ -19,23 +19,20 @@ class Qwen3MoeModel(ModelConfig):
     """The mathematics of a Qwen3 with experts.
 
     Attributes:
-        num_experts: Number of experts of a layer.
-        num_chosen: How many of them a token chooses.
-        expert_features: Width of an expert.
-        normalizes: Whether the weights of a token's experts are divided by their sum.
+        experts: The experts of a layer that has them.
         has_experts: Whether each layer has experts in the place of an MLP.
     """
 
     LAYERWISE: ClassVar[tuple[str, ...]] = (*ModelConfig.LAYERWISE, "has_experts")
 
-    num_experts: int
-    num_chosen: int
-    expert_features: int
-    normalizes: bool
+    experts: ExpertShape
     has_experts: tuple[bool, ...]
 
     def layer_kind(self, layer: int) -> Hashable:
         return self.has_experts[layer]
+
+    def expert_shape(self, layer: int) -> ExpertShape | None:
+        return self.experts if self.has_experts[layer] else None
 
 
 class Qwen3MoeLayer(LlamaLayer):
@@ -45,16 +42,8 @@ class Qwen3MoeLayer(LlamaLayer):
         super().__init__(config, make, norms="head")
 
     def make_mlp(self, config: Qwen3MoeModel, make: LayerBuilder) -> Experts | Mlp:
-        if not config.has_experts[make.number]:
-            return Mlp(config, make)
-        return Experts(
-            config,
-            make,
-            number=config.num_experts,
-            chosen=config.num_chosen,
-            features=config.expert_features,
-            normalizes=config.normalizes,
-        )
+        shape = config.expert_shape(make.number)
+        return Mlp(config, make) if shape is None else Experts(config, make, shape)
 
 
 class Qwen3Moe(HfConfig):
@@ -94,10 +83,12 @@ class Qwen3Moe(HfConfig):
         return super().build(
             qkv_bias=self.attention_bias,
             o_bias=self.attention_bias,
-            num_experts=number,
-            num_chosen=self.num_experts_per_tok,
-            expert_features=self.moe_intermediate_size,
-            normalizes=self.norm_topk_prob,
+            experts=ExpertShape(
+                number=number,
+                chosen=self.num_experts_per_tok,
+                features=self.moe_intermediate_size,
+                normalizes=self.norm_topk_prob,
+            ),
             has_experts=self.has_experts(),
             **fields,
         )

@@ -9,6 +9,7 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.config import RunConfig
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
+from jaxlora.models.config import shared_path
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
@@ -45,12 +46,12 @@ def decoder_spec(
         ConfigError: No kernels or attention can run the model here.
     """
     model, dtype = planned.config, planned.dtype
-    adapted = {linear_path(name) for job in jobs for name in job.adapted}
+    adapted = {shared_path(linear_path(n)) for job in jobs for n in job.adapted}
     if config.slot_targets is not None:
         where = "slot_targets"
         targets = Targets(where=where, target_modules=config.slot_targets)
         more = choose_linears(targets, linear_names(model), Patterns(where))
-        adapted |= {linear_path(name) for name in more}
+        adapted |= {shared_path(linear_path(name)) for name in more}
     longest = max(job.settings.max_length for job in jobs)
     # Replicas run the same kernels; those of the smallest parts run them all.
     degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]
@@ -219,7 +220,7 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
     for module in prepared.adapted:
-        if linear_path(module) not in spec.adapted:
+        if shared_path(linear_path(module)) not in spec.adapted:
             raise ConfigError(
                 f"job {prepared.name!r} adapts {module}, which has no slots in this "
                 "run. Add the module to slot_targets when the run starts."

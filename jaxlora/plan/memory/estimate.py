@@ -18,7 +18,7 @@ from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.options import Remat
 from jaxlora.models.residuals import reshapes
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.models.structure import linears
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.attention_table import ATTENTIONS
@@ -284,7 +284,7 @@ def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
 
     def backward(base, params, settings, batch, keys):
         def total(params):
-            tables = to_paths(spec.stacks, params, axis=1)
+            tables = to_modules(spec.stacks, params)
             return job_losses(spec, base, tables, settings, batch, keys).loss.sum()
 
         return jax.vjp(total, params)[1]

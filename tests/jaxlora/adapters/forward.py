@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.models.structure import linear_path
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.scoring import softcap
@@ -72,7 +72,7 @@ def _base_program(spec: DecoderSpec):
 def _slot_programs(spec: DecoderSpec):
     @jax.jit
     def run(base, params, settings, tokens):
-        tables = to_paths(spec.stacks, params, axis=1)
+        tables = to_modules(spec.stacks, params)
         decoder = spec.bind(base, tables, settings=settings)
         num, size = tokens.shape
         blocks, positions = jnp.arange(num), jnp.tile(jnp.arange(size), num)

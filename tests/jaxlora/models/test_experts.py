@@ -10,7 +10,10 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape, load_model
+from jaxlora.adapters.slot_state import padded_rows
+from jaxlora.models.config import shared_path
 from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.stacks import to_modules, to_paths
 from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.loss import target_nll
 from tests.jaxlora.models.test_logits import MODELS, pack
@@ -30,28 +33,32 @@ def test_logits_and_gradients_equal_those_of_torch(case):
     other, sample = sampled["tokens_1"], sampled["tokens_0"]
     own = slice(len(other), len(other) + len(sample))
     names = {linear_path(name): name for name in linear_shapes(model.config)}
+    adapted = tuple(sorted({shared_path(path) for path in names}))
     spec = DecoderSpec(
         config=model.config,
         options=DecoderOptions(dtype=model.dtype, max_segment_tokens=128),
         slots=SlotShape(num_slots=1, rank=RANK),
-        adapted=tuple(sorted(names)),
+        adapted=adapted,
     )
-    ones = np.ones((len(names), 1), np.float32)
+    ones = np.ones((len(adapted), 1), np.float32)
     settings = SlotSettings(
         scaling=ones, dropout=0 * ones, rank=np.full_like(ones, RANK, np.int32)
     )
-    tables = {
-        f"{path}.{table}": golden[f"{name}.{theirs}"].T[None]
+    by_path = {
+        f"{path}.{table}": golden[f"{name}.{theirs}"].T
         for path, name in names.items()
         for table, theirs in OF_PEFT.items()
     }
+    rows = padded_rows(spec.stacks, spec.adapter_shapes(), by_path)
+    tables = {name: jnp.asarray(row[None]) for name, row in rows.items()}
     tokens, positions, segments = pack([other, sample], total=128)
     is_target = (jnp.arange(128) >= own.start) & (jnp.arange(128) < own.stop - 1)
 
     @jax.jit
     def run(tables, base):
         def loss(tables):
-            decoder = spec.bind(base, tables, settings=settings)
+            own = to_modules(spec.stacks, tables)
+            decoder = spec.bind(base, own, settings=settings)
             routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
             hidden = decoder(tokens, positions, segments, routing)
             head, transposed = decoder.stored_head(hidden)
@@ -64,9 +71,10 @@ def test_logits_and_gradients_equal_those_of_torch(case):
         return jax.grad(loss, has_aux=True)(tables)
 
     gradients, logits = run(tables, model.params)
+    gradients = to_paths(spec.stacks, {n: x[0] for n, x in gradients.items()})
     assert relative_error(logits[own], golden["logits"]) < 1e-5
     for path, name in names.items():
         for table, theirs in OF_PEFT.items():
             wanted = golden[f"{name}.{theirs}.gradient"]
-            actual = np.asarray(gradients[f"{path}.{table}"][0]).T
+            actual = np.asarray(gradients[f"{path}.{table}"]).T
             assert relative_error(actual, wanted) < 1e-4, name

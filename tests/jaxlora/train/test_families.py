@@ -36,6 +36,7 @@ FAMILIES = (
     "granite4",
     "qwen3_5",
 )
+BLOCKS = ("qwen3_moe", "qwen3_5")  # with blocks of their own
 MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5")
 
 
@@ -48,7 +49,8 @@ def folder(request, tmp_path_factory) -> pathlib.Path:
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     weights = {}
-    for spec in tensor_specs(model_config(config)):
+    specs = tensor_specs(model_config(config))
+    for spec in (part for whole in specs for part in whole.parts):
         size = 0.2 if len(spec.hf_shape) == 1 else spec.hf_shape[1] ** -0.5
         noise = size * rng.normal(size=spec.hf_shape)
         weights[spec.hf_name] = noise.astype(np.float32)
@@ -80,7 +82,7 @@ def pair(jobs):
     return [job.replace(target_modules="all-linear") for job in jobs[:2]]
 
 
-@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("folder", BLOCKS, indirect=True)
 def test_no_bit_depends_on_the_rows_of_others(train, pair):
     """Also where chunks of rows pass a state on, and where a neighbour diverges."""
     together = train(pair)
@@ -96,7 +98,7 @@ def test_no_bit_depends_on_the_rows_of_others(train, pair):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("folder", BLOCKS, indirect=True)
 def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
     often = {"window_steps": 1, "checkpoint_every": 1}
     whole = train(pair, **often)
@@ -108,7 +110,7 @@ def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("folder", BLOCKS, indirect=True)
 @pytest.mark.parametrize("remat", ["elementwise", "mlp", "layer"])
 def test_recomputing_changes_rounding_at_most(train, pair, remat):
     names = [job.name for job in pair]
