@@ -253,7 +253,7 @@ def _time(
 
 def _seconds_alone(plan: RunPlan, job: PreparedJob) -> float:
     """Predicts the time of one job that has the mesh to itself."""
-    config = plan.config.replace(jobs=[job.settings], max_concurrent_jobs=1)
+    config = plan.config.replace(jobs=[job.settings], max_concurrent_jobs=1, sweep=None)
     held_out = [] if job.eval_data is None else [job.eval_data]
     if plan.bounds.fixed is None:
         auto = config.replace(microbatch_tokens="auto")

@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Protocol, runtime_checkable
 
@@ -181,7 +181,23 @@ def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             continue
         for call in same:
             _remove_code(call)
+    _wait_for_kernels()
     return lowered.compile()
+
+
+def _wait_for_kernels() -> None:
+    """Waits until no kernel is lowered or compiled any more, in any thread.
+
+    XLA lends LLVM's options to one kind of compilation at a time: Mosaic's kernels go
+    side by side, and so do XLA's programs, but each kind waits for the other. A program
+    between two kernels would make the second wait for the first, several seconds.
+    """
+    with _lock:
+        lowered = [one.attributes for one in _lowered.values()]
+    wait(lowered)  # by then, the compilation of each has started
+    with _lock:
+        started = list(_started.values())
+    wait(started)
 
 
 def calls_in(operation: ir.Operation) -> Iterator[ir.Operation]:

@@ -49,6 +49,24 @@ _QWEN = {
     "theta": 1000000.0,
     "eps": 1e-6,
 }
+# A gated delta net in three of four layers.
+_QWEN_35 = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "theta": 1e7,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+    },
+}
 _TIED = {"tie_word_embeddings": True}
 _LLAMA_32 = {"rope_factor": 32.0, **_TIED}
 _MODELS: dict[str, dict[str, Any]] = {
@@ -60,6 +78,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _model(152064, 3584, 18944, 28, 28, 4, **_QWEN),
     "qwen2.5-14b": _model(152064, 5120, 13824, 48, 40, 8, **_QWEN),
     "qwen2.5-32b": _model(152064, 5120, 27648, 64, 40, 8, **_QWEN),
+    "qwen3.5-9b": _model(
+        248320, 4096, 12288, 32, 16, 4, positions=262144, eps=1e-6, **_QWEN_35
+    ),
     "smollm2-135m": _model(
         49152, 576, 1536, 30, 9, 3, positions=8192, theta=100000.0, **_TIED
     ),

@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxlora import LoraJob, RunConfig, Sweep
 from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import ConfigError
-from jaxlora.forecast import plan_run_groups
+from jaxlora.forecast import plan_run, plan_run_groups
 from jaxlora.forecast.forecast import foretell
 from jaxlora.forecast.sweep_groups import draw_groups, plan_groups, print_groups
 from jaxlora.forecast.sweep_process import group_plans
@@ -96,6 +96,9 @@ def test_the_groups_that_auto_stands_for(run):
     with planned_for(parse_machine("h100x2").planned(0.75)):
         found = group_plans(auto)
         few = group_plans(auto.replace(microbatch_tokens="auto"))
+        shown = plan_run(auto)
+    assert shown.groups is not None and shown.time is not None
+    assert shown.time.apart > shown.time.together
     most = max(len(one.names) for one in found.groups)
     expected = groups.planned.plan.makespan + 2 * most * SLOT_SECONDS
     assert found.seconds == pytest.approx(expected)

@@ -13,8 +13,8 @@ from jaxlora.scheduler import (
     pack_ticks,
     simulate,
 )
-from jaxlora.scheduler.stream.state import Position, Rules, StreamState
-from jaxlora.scheduler.stream.stream import next_stretch
+from jaxlora.scheduler.stream.state import Rules
+from scripts.bench.mesh.fixed_ticks import pack_stream
 from scripts.bench.scheduler.benchmark import KINDS
 
 BLOCK = 64
@@ -46,24 +46,12 @@ def test_makespans_over_the_bound(num_lanes, num_stages, kind, most):
     assert found <= most * bound.makespan
 
 
-def streamed(kind: str, num_lanes: int, num_stages: int, cost: CostModel) -> list:
-    """Returns all ticks of a stream."""
-    batches: dict = {}
-    for s in KINDS[kind].samples():
-        batches.setdefault(s.owner, {}).setdefault(s.batch, []).append(s.num_tokens)
+def streamed(kind: str, num_lanes: int, num_stages: int, cost: CostModel) -> Schedule:
+    """Returns the microbatches of a stream."""
     lanes = Lanes(data=num_lanes, pipeline=Pipeline.one_f_one_b(num_stages))
     limits = Limits(capacity=KINDS[kind].capacity, block_tokens=BLOCK)
     rules = Rules(limits=limits, lanes=lanes, cost=cost)
-    state, ticks = StreamState(), []
-    for job, of_job in batches.items():
-        tokens = sum(map(sum, of_job.values())) / len(of_job)
-        place = {"job": job, "owner": job, "batch": 0, "num_batches": len(of_job)}
-        state = state.with_job(Position(**place, batch_tokens=tokens))
-    lengths = lambda job, batch: batches[job][batch]
-    while (stretch := next_stretch(state, lengths, rules)).ticks:
-        ticks += stretch.ticks
-        state = stretch.after
-    return ticks
+    return pack_stream(KINDS[kind].samples(), rules)
 
 
 def shaped(kind: str, num_stages: int, padding: float) -> CostModel:
@@ -91,7 +79,8 @@ def test_ticks_of_streams_are_as_few_as_they_were(
     num_lanes, num_stages, kind, num_ticks
 ):
     cost = shaped(kind, num_stages, 1.0)
-    assert len(streamed(kind, num_lanes, num_stages, cost)) == num_ticks
+    packed = streamed(kind, num_lanes, num_stages, cost)
+    assert len(packed.microbatches) == num_ticks * num_lanes
 
 
 @pytest.mark.parametrize(
@@ -102,9 +91,7 @@ def test_the_share_of_padding_makes_streams_shorter(num_lanes, kind, most):
     true = shaped(kind, 4, 0.24)
     times = []
     for cost in (true, shaped(kind, 4, 1.0)):
-        ticks = streamed(kind, num_lanes, 4, cost)
-        limits = Limits(capacity=KINDS[kind].capacity, block_tokens=BLOCK)
-        plan = Schedule(microbatches=tuple(m for t in ticks for m in t), limits=limits)
+        plan = streamed(kind, num_lanes, 4, cost)
         pipeline = Pipeline.one_f_one_b(4)
         times.append(simulate(plan, true, pipeline, num_lanes=num_lanes).makespan)
     assert times[0] <= most * times[1]

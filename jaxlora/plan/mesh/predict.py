@@ -286,7 +286,7 @@ def shape_seconds(
     def cost(seconds: float, gather: float, reduction: float) -> AffineCost:
         most = _overlapped(full * seconds, gather)
         each = (most - _overlapped(half * seconds, gather)) / (capacity / 2)
-        base = most - capacity * each
+        base = max(0.0, most - capacity * each)  # rounding may leave less than zero
         return AffineCost(base=base, per_token=each + reduction, per_square=0.0)
 
     costs = []

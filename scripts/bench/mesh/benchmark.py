@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import yaml
+
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
@@ -34,6 +36,7 @@ from scripts.bench.report import (
     needs_gpu,
     shared_fields,
 )
+from scripts.bench.scheduler.benchmark import KINDS
 from scripts.bench.shapes import LARGE, MODELS
 
 
@@ -105,6 +108,18 @@ def add_options(out: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--implementation", choices=["auto", *BACKENDS], default="auto")
     out.add_argument("--remat", choices=["none", "mlp", "layer"], default="none")
+    out.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=[],
+        help="kinds of jobs of `bench scheduler` that pipelines train, with the share "
+        "of padding and without",
+    )
+    for name in ("padding-share", "layers-per-program"):
+        out.add_argument(
+            f"--{name}", type=yaml.safe_load, default="auto", help="as in a run file"
+        )
     out.add_argument("--repeats", type=int, default=10, help="of passes and steps")
     out.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
 

@@ -13,9 +13,11 @@ from jaxlora.plan.run_plan import RunPlan
 from jaxlora.profile.tokens import job_batch
 from jaxlora.profile.training import make_job, model_of_shapes, plan_run
 from jaxlora.scheduler import Lanes, Sample, Schedule
+from jaxlora.scheduler.stream.state import Rules
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.job_state import JobState
-from scripts.bench.mesh.fixed_ticks import pack_whole
+from scripts.bench.mesh.fixed_ticks import pack_stream, pack_whole
+from scripts.bench.scheduler.benchmark import KINDS
 from scripts.bench.scheduler.lengths import lengths
 from scripts.bench.workload import Workload
 
@@ -35,6 +37,9 @@ class Case(Workload):
         batch_samples: Samples in a global batch of each job.
         implementation: LoRA kernels, or `auto` for the first that can run the model.
         remat: What the backward pass recomputes.
+        kinds: Kinds of jobs of the scheduler's benchmark that a pipeline trains.
+        padding_share: The setting of a run, by which these are packed.
+        layers_per_program: The setting of a run.
     """
 
     mesh: str
@@ -43,6 +48,9 @@ class Case(Workload):
     batch_samples: int = 32
     implementation: str = "auto"
     remat: str = "none"
+    kinds: tuple[str, ...] = ()
+    padding_share: float | str = "auto"
+    layers_per_program: int | str = "auto"
 
     def __post_init__(self):
         most = len(DATA_SETS)
@@ -51,6 +59,12 @@ class Case(Workload):
                 f"adapters={self.adapters} must be numbers from 1 to {most}, as each "
                 "adapter has one of the data sets."
             )
+        for kind in self.kinds:
+            if len(KINDS[kind].num_samples) > max(self.adapters):
+                raise ValueError(
+                    f"kinds: {kind!r} has {len(KINDS[kind].num_samples)} jobs, and "
+                    f"adapters={self.adapters} are fewer."
+                )
 
     @property
     def sizes(self) -> MeshSizes:
@@ -65,6 +79,8 @@ class Case(Workload):
             mesh=self.mesh,
             implementation=self.implementation,
             remat=self.remat,
+            padding_share=self.padding_share,
+            layers_per_program=self.layers_per_program,
         )
 
     def plan(self) -> RunPlan:
@@ -109,6 +125,22 @@ def make_jobs(case: Case, num_jobs: int, num_microbatches: int) -> list[Prepared
     return jobs
 
 
+def make_jobs_of_kind(case: Case, kind: str) -> list[PreparedJob]:
+    """Makes the jobs of one of `KINDS`, with random tokens."""
+    model, jobs = case.model_config(), []
+    lengths_of: dict[int, list[int]] = {}
+    for sample in KINDS[kind].samples():
+        own = lengths_of.setdefault(sample.owner, [])
+        own.append(min(sample.num_tokens, case.longest))
+    for slot, own in lengths_of.items():
+        settings = case.run_config().jobs[slot]
+        settings = settings.replace(batch_size=KINDS[kind].batch_size)
+        rng = np.random.default_rng([1, slot])
+        samples = job_batch(slot, own, model.vocab_size, rng).samples
+        jobs.append(make_job(settings, samples, model))
+    return jobs
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
     """Microbatches of some jobs, after which the devices have nothing to do.
@@ -127,10 +159,24 @@ class Window:
     ) -> "Window":
         """Packs the samples of a job for each adapter; see `make_jobs`."""
         prepared = make_jobs(case, len(starts), num_microbatches)
-        pairs = enumerate(zip(prepared, starts, strict=True))
-        jobs = {slot: JobState(job, start) for slot, (job, start) in pairs}
+        jobs = _started(prepared, starts)
         schedule = pack_whole(samples_of(jobs), case.limits, "joint", lanes)
         return Window(jobs=jobs, schedule=schedule)
+
+    @staticmethod
+    def of_kind(
+        case: Case, kind: str, starts: Sequence[Adapter], rules: Rules
+    ) -> "Window":
+        """Packs the jobs of one of `KINDS` as the trainer's stream does."""
+        jobs = _started(make_jobs_of_kind(case, kind), starts)
+        return Window(jobs=jobs, schedule=pack_stream(samples_of(jobs), rules))
+
+
+def _started(
+    prepared: Sequence[PreparedJob], starts: Sequence[Adapter]
+) -> dict[int, JobState]:
+    pairs = enumerate(zip(prepared, starts, strict=False))
+    return {slot: JobState(job, start) for slot, (job, start) in pairs}
 
 
 def samples_of(jobs: Mapping[int, JobState]) -> list[Sample]:

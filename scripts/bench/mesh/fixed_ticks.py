@@ -1,6 +1,7 @@
 """Ticks of a schedule that is made beforehand, in which no job joins or leaves."""
 
-from collections import deque
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from jaxlora.plan.stream_plan import StreamTick
@@ -15,6 +16,8 @@ from jaxlora.scheduler import (
     pack_ticks,
 )
 from jaxlora.scheduler.lanes import ONE_LANE, ticks_of
+from jaxlora.scheduler.stream.state import Position, Rules, StreamState
+from jaxlora.scheduler.stream.stream import next_stretch
 
 
 def fixed_shape_cost(capacity: int, num_stages: int = 1) -> CostModel:
@@ -51,6 +54,36 @@ def pack_whole(
     """
     cost = fixed_shape_cost(limits.capacity, lanes.pipeline.num_stages)
     return pack_ticks(samples, limits, packer, lanes, cost)
+
+
+def pack_stream(samples: Sequence[Sample], rules: Rules) -> Schedule:
+    """Packs samples as the trainer does, stretch by stretch.
+
+    Args:
+        samples: The samples of jobs that are all there from the first tick on; they
+            name their job by its slot.
+        rules: The rules of the run.
+    """
+    lengths: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for s in samples:
+        lengths[s.owner][s.batch].append(s.num_tokens)
+    state, ticks = StreamState(), []
+    for job, batches in lengths.items():
+        position = Position(
+            job=job,
+            owner=job,
+            batch=0,
+            num_batches=len(batches),
+            batch_tokens=sum(map(sum, batches.values())) / len(batches),
+        )
+        state = state.with_job(position, rules.pace)
+    while (
+        stretch := next_stretch(state, lambda job, batch: lengths[job][batch], rules)
+    ).ticks:
+        ticks += stretch.ticks
+        state = stretch.after
+    microbatches = tuple(itertools.chain.from_iterable(ticks))
+    return Schedule(microbatches=microbatches, limits=rules.limits)
 
 
 class FixedTicks:

@@ -7,6 +7,7 @@ CASE is a `Case` in JSON.
 
 import dataclasses
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +30,7 @@ from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Executor, Outcomes
 from jaxlora.train.execute.run_programs import RunPrograms
-from scripts.bench.kernel_times import busy_ms, is_exchange, trace
+from scripts.bench.kernel_times import busy_ms, by_kind, is_exchange, ranked, trace
 from scripts.bench.mesh.cases import DATA_SETS, Case, Window, make_jobs
 from scripts.bench.mesh.fixed_ticks import FixedTicks
 from scripts.bench.mesh.results import columns_of, results, skipped
@@ -37,6 +38,8 @@ from scripts.bench.report import Rows, Timing, about, needs_gpu
 from scripts.bench.scheduler.lengths import lengths
 
 Columns = dict[str, Any]
+_SHOWN = 30  # kernels of a profile
+_SIZES = re.compile(r"(?<=[a-z])_\d+$")  # numbers of alike kernels
 
 
 def measure(case: Case, rows: Rows) -> None:
@@ -88,6 +91,8 @@ class MeshTraining(Training):
             yield self._window(adapters[0])
             return
         yield "passes", self._passes
+        for kind in self.case.kinds:
+            yield kind, functools.partial(self._time_kind, kind)
         for number in adapters:
             yield self._window(number)
 
@@ -173,21 +178,26 @@ class MeshTraining(Training):
             "step",
             adapters=max(self.case.adapters),
             **timing.columns("step_ms", 2),
-            **self._exchanges(batch),
+            **self._profiled(batch),
             argument_gib=round(memory.argument_size_in_bytes / GIB, 2),
             temp_gib=round(memory.temp_size_in_bytes / GIB, 2),
             peak_gib=peak_gib(self.case.sizes.num_devices),
         )
 
-    def _exchanges(self, batch: PackedBatch) -> Columns:
+    def _profiled(self, batch: PackedBatch) -> Columns:
         """Returns the shares of a step in which exchanges between devices run.
 
-        `exposed` is the share in which nothing else runs on the first device.
+        `exposed` is the share in which nothing else runs on the first device. The
+        kernels that take longest there have rows of their own.
         """
-        if self.case.sizes.num_devices == 1:
-            return {}
         kernels = trace(lambda: self.start([batch])(), 1)
         own = [k for k in kernels if k.device == 0]
+        named = [(_SIZES.sub("", k.name), k.ms) for k in own]
+        self._add("kinds", step_ms=round(busy_ms(own), 2), **by_kind(named, digits=2))
+        for name, count, ms in ranked(named)[:_SHOWN]:
+            self._add("kernel", name=name[:100], count=count, ms=round(ms, 3))
+        if self.case.sizes.num_devices == 1:
+            return {}
         rest = [k for k in own if not is_exchange(k)]
         whole = busy_ms(own)
         exchanges = busy_ms([k for k in own if is_exchange(k)])
@@ -209,7 +219,13 @@ class MeshTraining(Training):
         ms = round(1000 * found.cost.communication, 3)
         columns = {"tokens": self.case.microbatch_tokens, "squares": "", "ms": ms}
         self._add("pass", **{"pass": "transfer"}, **columns)
-        self._add("fit", mape_percent=round(100 * found.mape, 2))
+        last, capacity = found.cost.stages[-1].forward, self.case.microbatch_tokens
+        share = last.base / (last.base + capacity * last.per_token)
+        self._add(
+            "fit",
+            mape_percent=round(100 * found.mape, 2),
+            fixed_share=round(share, 3),
+        )
 
     def _window(self, num_jobs: int) -> tuple[str, Callable[[], None]]:
         run = functools.partial(self._time_window, num_jobs)
@@ -220,29 +236,56 @@ class MeshTraining(Training):
         case = self.case
         lanes, starts = self.plan.lanes, self.starts[:num_jobs]
         window = Window.of(case, case.num_microbatches, starts, lanes)
-        seconds = self.seconds(window)
-        lengths = np.concatenate(
-            [job.prepared.train_data.lengths for job in window.jobs.values()]
-        )
-        tokens = int(lengths.sum())
-        ticks = ticks_of(window.schedule.microbatches, lanes.num_lanes)
-        bubbles = {}
-        if self._cost is not None:
-            bubbles = self._bubbles(window.schedule, lanes, self._cost, seconds)
         self._add(
             "window",
             adapters=num_jobs,
             batch_samples=case.batch_samples,
             data_sets=DATA_SETS[:num_jobs],
-            ticks=len(ticks),
-            no_ops=sum(not any(tick) for tick in ticks),
-            tokens=tokens,
-            seconds=round(seconds, 4),
-            tokens_per_second_gpu=round(tokens / seconds / case.sizes.num_devices, 1),
-            **self._of_peak(lengths, seconds),
-            peak_gib=peak_gib(case.sizes.num_devices),
-            **bubbles,
+            **self._figures(window),
         )
+
+    def _time_kind(self, kind: str) -> None:
+        """Times the stream of a kind of jobs.
+
+        It is packed as if padding took as long as tokens, and by the share of the run.
+        """
+        for share in sorted({1.0, self.plan.config.padding_share}, reverse=True):
+            config = self.plan.config.replace(padding_share=share)
+            plan = dataclasses.replace(self.plan, config=config)
+            began = time.perf_counter()
+            window = Window.of_kind(self.case, kind, self.starts, plan.rules)
+            planning = time.perf_counter() - began
+            self._add(
+                "stream",
+                jobs=kind,
+                padding_share=share,
+                planning_seconds=round(planning, 2),
+                predicted_seconds=plan.seconds(window.schedule),
+                **self._figures(window),
+            )
+
+    def _figures(self, window: Window) -> Columns:
+        """Times a window; returns its columns."""
+        case, lanes = self.case, self.plan.lanes
+        seconds = self.seconds(window)
+        lengths = np.concatenate(
+            [job.prepared.train_data.lengths for job in window.jobs.values()]
+        )
+        tokens, gpus = int(lengths.sum()), case.sizes.num_devices
+        ticks = ticks_of(window.schedule.microbatches, lanes.num_lanes)
+        bubbles = {}
+        if self._cost is not None:
+            bubbles = self._bubbles(window.schedule, lanes, self._cost, seconds)
+        return {
+            "ticks": len(ticks),
+            "no_ops": sum(not any(tick) for tick in ticks),
+            "tokens": tokens,
+            "seconds": round(seconds, 4),
+            "tokens_per_second_gpu": round(tokens / seconds / gpus, 1),
+            **self._of_peak(lengths, seconds),
+            "peak_gib": peak_gib(gpus),
+            **bubbles,
+        }
 
     def _of_peak(self, lengths: np.ndarray, seconds: float) -> Columns:
         """Returns the operations of a token, and their share of the device's peak."""

@@ -6,6 +6,8 @@ Rows have different columns; `kind` says which:
 - `pass`: one pass of a stage on its own.
 - `fit`: the error of the cost model that was fitted to these passes.
 - `step`: one tick and its optimizer step, without a pipeline.
+- `kinds`, `kernel`: milliseconds of its kernels on the first device, in a profile.
+- `stream`: all samples of a kind of jobs, packed by a share of padding.
 - `window`: all samples of some jobs.
 - `skipped`: a part that could not be measured, and the reason.
 """
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.kernel_times import KINDS
 from scripts.bench.mesh.cases import Case
 from scripts.bench.report import Row, Rows, sections, table
 from scripts.bench.shapes import config_json
@@ -48,12 +51,19 @@ _COLUMNS = {
         "tokens_per_second_gpu", "of_one_gpu", "peak_percent", "bubble_percent",
         "simulated_bubble_percent",
     ),
+    "stream": (
+        "mesh", "jobs", "padding_share", "ticks", "no_ops", "seconds", "speed",
+        "simulated_seconds", "simulated_speed", "predicted_seconds", "predicted_speed",
+        "bubble_percent", "simulated_bubble_percent",
+    ),
     "step": (
         "mesh", "adapters", "step_ms", "p10_ms", "p90_ms", "over_one_gpu",
         "exchange_percent", "exposed_percent", "argument_gib", "temp_gib", "peak_gib",
     ),
+    "kinds": ("mesh", "step_ms", *KINDS),
+    "kernel": ("mesh", "name", "count", "ms"),
     "pass": ("mesh", "pass", "tokens", "squares", "ms"),
-    "fit": ("mesh", "mape_percent"),
+    "fit": ("mesh", "mape_percent", "fixed_share"),
     "compile": (
         "mesh", "borders", "weights_seconds", "compile_seconds", "peak_gib"
     ),
@@ -69,6 +79,7 @@ def tables(rows: Sequence[Row]) -> str:
         found = {kind: [r for r in own if r["kind"] == kind] for kind in _COLUMNS}
         speed = "tokens_per_second_gpu"
         found["window"] = _over_one_gpu(found["window"], speed, "of_one_gpu")
+        found["stream"] = [_over_full(row, found["stream"]) for row in found["stream"]]
         found["step"] = _over_one_gpu(found["step"], "step_ms", "over_one_gpu")
         made = sections({k: table(r, _COLUMNS[k]) for k, r in found.items()})
         model, layers, capacity = key
@@ -76,6 +87,18 @@ def tables(rows: Sequence[Row]) -> str:
             f"## {model}, {layers} layers, {capacity} tokens a microbatch\n\n{made}"
         )
     return "\n\n".join(parts)
+
+
+def _over_full(row: Row, rows: Sequence[Row]) -> Row:
+    """Adds the speed over the stream that takes padding for tokens."""
+    alike = [r for r in rows if (r["mesh"], r["jobs"]) == (row["mesh"], row["jobs"])]
+    full = next(r for r in alike if r["padding_share"] == 1)
+    speeds = {}
+    for name in ("", "simulated_", "predicted_"):
+        if row.get(f"{name}seconds"):
+            speed = full[f"{name}seconds"] / row[f"{name}seconds"]
+            speeds[f"{name}speed"] = f"{speed:.3f}"
+    return {**row, **speeds}
 
 
 def _workload(row: Row) -> tuple[str, Any, int]:

@@ -14,9 +14,11 @@ from jaxlora.errors import JaxloraError
 from jaxlora.models.structure import linears
 from jaxlora.profile.training import random_base
 from jaxlora.scheduler import Lanes, Pipeline, violations
+from jaxlora.scheduler.stream.state import Rules
 from scripts.bench import __main__ as bench
 from scripts.bench.mesh import benchmark
 from scripts.bench.mesh.cases import Case, Window, samples_of
+from scripts.bench.mesh.fixed_ticks import fixed_shape_cost
 from scripts.bench.mesh.measure import flops_per_token, measure
 from scripts.bench.mesh.results import results
 
@@ -125,8 +127,38 @@ def test_a_window_has_all_samples_by_the_rules():
         assert job.prepared.lengths(0) == more.jobs[slot].prepared.lengths(0)
 
 
+def test_a_stream_of_a_kind_of_jobs_by_the_rules_of_the_run():
+    kind = "1 job ten times 3 others"
+    case = dataclasses.replace(CASE, adapters=(4,), kinds=(kind,))
+    lanes = Lanes(pipeline=Pipeline.one_f_one_b(2))
+    cost = fixed_shape_cost(case.microbatch_tokens, 2)
+    rules = Rules(limits=case.limits, lanes=lanes, cost=cost)
+    window = Window.of_kind(case, kind, [Adapter(modules={})] * 4, rules)
+    assert [len(job.prepared.train_data.samples) for job in window.jobs.values()] == [
+        160, 16, 16, 16,
+    ]  # fmt: skip
+    assert window.jobs[0].num_steps == 20
+    assert window.schedule.limits == rules.limits
+    assert not violations(window.schedule, samples_of(window.jobs), distance=2)
+    with pytest.raises(ValueError, match="has 4 jobs, and adapters="):
+        dataclasses.replace(case, adapters=(2,))
+
+
+def test_speeds_over_the_stream_that_takes_padding_for_tokens():
+    found = results(None)
+    for share, seconds in ((1.0, 3.0), (0.3, 2.0)):
+        found.add(
+            {"kind": "stream", "model": "m", "layers": 1, "capacity": 8, "gpus": 2}
+            | {"mesh": "stage=2", "jobs": "1 job", "padding_share": share}
+            | {"ticks": 5, "no_ops": 0, "seconds": seconds, "predicted_seconds": None}
+        )
+    made = found.tables()
+    assert "| stage=2 | 1 job | 0.3 | 5 | 0 | 2.0 | 1.500 |" in made
+
+
 def test_a_case_goes_to_its_process_as_json():
-    assert Case.from_json(CASE.to_json()) == CASE
+    case = dataclasses.replace(CASE, adapters=(4,), kinds=("4 jobs",))
+    assert Case.from_json(case.to_json()) == case
     with pytest.raises(
         ValueError, match=r"adapters=\(5,\) must be numbers from 1 to 4"
     ):
