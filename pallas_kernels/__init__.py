@@ -9,7 +9,7 @@ from jaxlora.pallas_kernels.expert_rows import (
     gather_rows,
     route_rows,
 )
-from jaxlora.pallas_kernels.experts import expert_linears
+from jaxlora.pallas_kernels.experts import expert_gate, expert_linears, expert_output
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import (
     compile_program,
@@ -78,7 +78,9 @@ __all__ = [
     "compile_program",
     "dora_gain",
     "dropout_keys",
+    "expert_gate",
     "expert_linears",
+    "expert_output",
     "frozen_linear",
     "gather_rows",
     "get_backend",

@@ -110,6 +110,12 @@ def make_blocks(
     return Blocks(slot, order, starts)
 
 
+def blocks_of(plan: RowPlan) -> Blocks:
+    """Returns the blocks of experts' rows."""
+    usual, num_tiles = plan.usual_blocks, plan.num_tiles
+    return Blocks(plan.slot, plan.order, plan.starts, num_tiles, usual)
+
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """The operands of one projection's term in an expand product.
@@ -163,9 +169,7 @@ def make_operands(
     largest = max(p.a.shape[2] for p in projections)
     rank = padded_rank(largest)
     if isinstance(rows, RowPlan):
-        blocks = Blocks(
-            rows.slot, rows.order, rows.starts, rows.num_tiles, rows.usual_blocks
-        )
+        blocks = blocks_of(rows)
     else:
         blocks = make_blocks(rows, projections[0].a.shape[0], x.shape[0])
     return Operands(

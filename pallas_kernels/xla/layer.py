@@ -236,10 +236,14 @@ def backward(
     s: list[Array],
     layer: Int[Array, " _"],
     block_adapter: Int[Array, " NB"] | RowPlan,
+    row_weights: Float[Array, " T"] | None = None,
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
-    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
+
+    With weights of rows, the gradients of A and B are those of weighted rows.
+    """
     blocks = _make_blocks(block_adapter, layer)
     if weights := _fp8_weights(projections):
         bases = _fp8_input_gradients(dy, weights)
@@ -247,7 +251,7 @@ def backward(
         axis, pairs = 0 if w_transposed else 1, zip(dy, projections, strict=True)
         bases = [blocks.product(dy_p, p.dense_w, axis) for dy_p, p in pairs]
     parts = [
-        _backward(blocks, dy_p, x, p, base, s_p)
+        _backward(blocks, dy_p, x, p, base, s_p, row_weights)
         for dy_p, p, base, s_p in zip(dy, projections, bases, s, strict=True)
     ]
     dx = functools.reduce(jnp.add, (part for part, _ in parts))
@@ -261,6 +265,7 @@ def _backward(
     projection: Projection,
     base: Float[Array, "T K"],
     s: Float[Array, "NB BT R"],
+    row_weights: Float[Array, " T"] | None,
 ) -> tuple[Float[Array, "T K"], dict[str, Array]]:
     """Adds LoRA's gradient of x to the base's; computes the gradients of A and B."""
     x_B, dy_B = blocks.split(x), blocks.split(dy)
@@ -271,9 +276,13 @@ def _backward(
 
     ds = _product(dy_B, b_B, (2, 2))
     ds = (ds * blocks.factor(projection)).astype(x.dtype)
-    db = blocks.sum_by_adapter(_product(s, dy_B, (1, 1)), num_slots)
+    s_w, ds_w = s, ds
+    if row_weights is not None:
+        of_block = blocks.split(row_weights[:, None])
+        s_w, ds_w = ((one * of_block).astype(x.dtype) for one in (s, ds))
+    db = blocks.sum_by_adapter(_product(s_w, dy_B, (1, 1)), num_slots)
     kept_B = x_B if keep is None else jnp.where(keep, x_B, 0)
-    da = blocks.sum_by_adapter(_product(kept_B, ds, (1, 1)), num_slots)
+    da = blocks.sum_by_adapter(_product(kept_B, ds_w, (1, 1)), num_slots)
 
     through = _product(ds, a_B, (2, 2))
     if keep is not None:
