@@ -199,6 +199,8 @@ class ExpertShape:
         features: F, width of an expert.
         normalizes: Whether the weights of a token's experts are divided by their sum.
         rounds: Whether these weights are rounded to the dtype of the hidden states.
+        shared_features: Width of a further expert that all tokens pass, and whose
+            output has a gate of its own; None: there is none.
     """
 
     number: int
@@ -206,6 +208,7 @@ class ExpertShape:
     features: int
     normalizes: bool
     rounds: bool = True
+    shared_features: int | None = None
 
 
 def is_of_expert(name: str) -> bool:

@@ -15,11 +15,13 @@ from jaxlora.models.hf_config import HfConfig, refuse_unread
 from jaxlora.models.llama import Llama
 from jaxlora.models.ministral import MISTRAL3, Ministral3
 from jaxlora.models.mistral import Mistral
+from jaxlora.models.mixture import Mixture
 from jaxlora.models.olmo import Olmo2, Olmo3
+from jaxlora.models.olmoe import Olmoe
 from jaxlora.models.phi import Phi3
 from jaxlora.models.qwen import Qwen2, Qwen3
 from jaxlora.models.qwen3_5 import QWEN3_5, Qwen35
-from jaxlora.models.qwen_moe import Qwen3Moe
+from jaxlora.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from jaxlora.models.smollm3 import SmolLM3
 
 FAMILIES: Mapping[str, type[HfConfig]] = {
@@ -41,6 +43,8 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Glm4,
         Granite4,
         Qwen35,
+        Qwen2Moe,
+        Olmoe,
     )
 }
 # Models of which the text is one part.
@@ -100,7 +104,8 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
     if experts:
         raise ModelError(
             f"config.json sets {experts[0]}={shown(config[experts[0]])}: "
-            "mixture-of-experts models are not supported, except qwen3_moe. "
+            "mixture-of-experts models are not supported, except "
+            f"{', '.join(n for n, x in FAMILIES.items() if issubclass(x, Mixture))}. "
             f"Supported: {', '.join(FAMILIES)}."
         )
     if model_type == "gemma3":

@@ -696,6 +696,44 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen2_moe": (
+        {
+            **V4,
+            "model_type": "qwen2_moe",
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            **EXPERTS,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": False,
+        },
+        {"norm_topk_prob": True},
+    ),
+    "olmoe": (
+        {
+            **V5,
+            "model_type": "olmoe",
+            "architectures": ["OlmoeForCausalLM"],
+            "intermediate_size": 20,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.01,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "tie_word_embeddings": False,
+        },
+        {"norm_topk_prob": True},
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
@@ -759,11 +797,15 @@ def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def load(folder: pathlib.Path, dtype: torch.dtype = torch.float32):
     """Loads a folder with transformers."""
+    config, options = json.loads((folder / "config.json").read_text()), {}
+    if config.get("num_experts") or config.get("num_local_experts"):
+        options["experts_implementation"] = "eager"
     model, report = auto_model(folder).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
         output_loading_info=True,
+        **options,
     )
     assert not any(report.values()), report
     return model.eval()
@@ -812,7 +854,7 @@ def write_lora(folder: pathlib.Path, tokens: np.ndarray, seed: int) -> None:
             ]
             fused = torch.cat(parts).reshape(weight.shape)
             used[name] = fused
-        elif "_proj" in name:
+        elif name.endswith("_proj.weight"):
             used[name] = changed(name.removesuffix(".weight"), weight)
     logits = torch.func.functional_call(model, used, (ids[None],)).logits[0]
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")

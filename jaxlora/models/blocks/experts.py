@@ -5,14 +5,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.blocks.mlp import swiglu
+from jaxlora.models.blocks.mlp import Mlp, swiglu
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, ModelConfig
-from jaxlora.modules.routing import LinearInput
+from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
 from jaxlora.pallas_kernels import (
-    combine_rows,
     expert_linears,
+    expert_output,
     gather_rows,
     route_rows,
 )
@@ -31,8 +31,8 @@ class ExpertLinears(nnx.Module):
 class Experts(nnx.Module):
     """The weighted outputs of the MLPs that a router chooses for each row.
 
-    Each linear of an expert takes LoRA; the router does not. A row is copied to its
-    experts, so no other row has a part in its result.
+    Each linear of an expert takes LoRA; the router and the gate of a shared expert do
+    not. A row is copied to its experts, so no other row has a part in its result.
     """
 
     def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
@@ -51,6 +51,15 @@ class Experts(nnx.Module):
             transpose=True,
         )
         self.experts = ExpertLinears(config, make, shape)
+        if (shared := shape.shared_features) is not None:
+            name = "mlp.shared_expert"
+            self.shared_expert = Mlp(config, make, name=name, features=shared)
+            self.shared_expert_gate = make.weight(
+                (config.hidden_size, 1),
+                "mlp.shared_expert_gate.weight",
+                ("D", "X"),
+                transpose=True,
+            )
 
     @property
     def input_linears(self) -> tuple[()]:
@@ -60,25 +69,37 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"] | LinearInput, rows: Rows
     ) -> Float[Array, "T D"]:
-        x, own = LinearInput.of(x).x, self.experts
+        x = LinearInput.of(x).x
         logits = jnp.matmul(x, self.gate[...], preferred_element_type=jnp.float32)
         weights, chosen = choose_experts(logits, self.shape)
         if self.shape.rounds:
             weights = weights.astype(x.dtype)
-        blocks, first = rows.routing.block_adapter, (own.gate_proj, own.up_proj)
-        slots = [one.slots.num_slots for one in (*first, own.down_proj) if one.slots]
-        num_adapters = slots[0] if slots else 1
-        if not slots:  # blocks of an expert then need not tell adapters apart
+        y = self._chosen(x, weights, chosen, rows.routing)
+        if self.shape.shared_features is None:
+            return y
+        share = jax.nn.sigmoid(x @ self.shared_expert_gate[...])
+        return y + share * self.shared_expert(x, rows)
+
+    def _chosen(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T C"],
+        chosen: Int[Array, "T C"],
+        routing: Routing,
+    ) -> Float[Array, "T D"]:
+        """Returns the weighted outputs of the experts that rows have chosen."""
+        own = self.experts
+        first, last = (own.gate_proj, own.up_proj), own.down_proj
+        slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
+        blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
+        if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
         plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
-
-        def run(x, *linears):
-            made = [one.for_kernels(rows.routing, num_adapters) for one in linears]
-            return expert_linears(x, made, plan, implementation=self.implementation)
-
-        gate, up = run(gather_rows(x, plan), *first)
-        (y,) = run(swiglu(gate, up), own.down_proj)
-        return combine_rows(y, weights, plan)
+        before = [one.for_kernels(routing, num_adapters) for one in first]
+        after = last.for_kernels(routing, num_adapters)
+        kernels = {"implementation": self.implementation}
+        gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
+        return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
 
 
 def choose_experts(

@@ -49,6 +49,11 @@ HYBRID = (
 OTHER_LINEARS = {
     "phi3": FUSED,
     "qwen3_moe": OF_EXPERTS,
+    "qwen2_moe": (
+        *OF_EXPERTS,
+        *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    ),
+    "olmoe": OF_EXPERTS,
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
@@ -57,20 +62,24 @@ OTHER_LINEARS = {
     ),
     "qwen3_5_text": HYBRID,
 }
-EXPERTS = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 96,
-}
+FEW = {"num_experts": 2, "num_experts_per_tok": 1}
+EXPERTS = {**FEW, "moe_intermediate_size": 96}
 DENSE = {
     "num_local_experts": 0,
     "layer_types": ["attention"] * 3,
     "shared_intermediate_size": 96,
 }
 
+MORE = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
+    "olmoe": FEW,
+    "granitemoehybrid": DENSE,
+}
+
 
 def config_of(family: str) -> ModelConfig:
-    more = {"qwen3_moe": EXPERTS, "granitemoehybrid": DENSE}.get(family, {})
+    more = MORE.get(family, {})
     return model_config({"model_type": family, **SIZES, **more})
 
 
