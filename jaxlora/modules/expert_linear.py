@@ -54,9 +54,9 @@ class ExpertLinear(nnx.Module):
         self.projection, self.slots = projection, slots
         if slots is None:
             return
-        g = slots.num_slots
+        g, rank = slots.num_slots, slots.rank_of(is_of_experts=True)
         for tensor in LORA.tensors:
-            shape = g, x, *tensor.shape(k, n, slots.rank)
+            shape = g, x, *tensor.shape(k, n, rank)
             setattr(self, tensor.name, nnx.LoRAParam(jnp.zeros(shape, jnp.float32)))
         self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
         self.dropout = SlotVariable(jnp.zeros((g,), jnp.float32))

@@ -165,9 +165,10 @@ def kernels_unsupported(
             dtype=spec.options.dtype,
             in_features=linear.in_features,
             out_features=linear.out_features,
-            rank=spec.slots.rank,
+            rank=spec.slots.rank_of(is_of_experts=linear.experts is not None),
             block_tokens=block_tokens,
             weight_format=spec.options.weight_format(path),
+            is_of_experts=linear.experts is not None,
         )
         if (reason := backend.unsupported(shape)) is not None:
             return reason

@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape, load_model
 from jaxlora.adapters.slot_state import padded_rows
+from jaxlora.hf.convert import convert
 from jaxlora.models.config import shared_path
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.stacks import to_modules, to_paths
@@ -19,6 +20,7 @@ from jaxlora.modules.loss import target_nll
 from tests.jaxlora.models.test_logits import MODELS, pack
 from tests.oracle import relative_error
 
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 CASES = sorted(path.parent.name for path in MODELS.glob("*/lora.safetensors"))
 RANK = 2  # of make_logits.py
 OF_PEFT = {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -78,3 +80,25 @@ def test_logits_and_gradients_equal_those_of_torch(case):
             wanted = golden[f"{name}.{theirs}.gradient"]
             actual = np.asarray(gradients[f"{path}.{table}"]).T
             assert relative_error(actual, wanted) < 1e-4, name
+
+
+def test_experts_that_are_stored_in_two_tensors(tmp_path):
+    """As transformers 5 can save them; the model is the same to the last bit."""
+    weights = safetensors.numpy.load_file(MODELS / "olmoe" / "model.safetensors")
+    experts = {name: weights.pop(name) for name in list(weights) if "experts" in name}
+    for block in {name.partition(".experts.")[0] for name in experts}:
+        for fused, linears in FUSED.items():
+            name = f"{block}.experts.{{}}.{{}}.weight".format
+            number = sum(x.startswith(block) for x in experts) // 3
+            parts = [experts[name(i, x)] for i in range(number) for x in linears]
+            rows = np.concatenate(parts).reshape(number, -1, parts[0].shape[1])
+            weights[f"{block}.experts.{fused}"] = rows
+    (tmp_path / "model.safetensors").write_bytes(safetensors.numpy.save(weights))
+    config = (MODELS / "olmoe" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    fused, single = load_model(tmp_path), load_model(MODELS / "olmoe")
+    assert fused.fingerprint == single.fingerprint
+    for path, array in single.params.items():
+        np.testing.assert_array_equal(fused.params[path], array)
+    out = convert(tmp_path, tmp_path / "out", dtype="float32")
+    assert load_model(out).fingerprint == single.fingerprint
