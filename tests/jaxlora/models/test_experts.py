@@ -12,11 +12,13 @@ import safetensors.numpy
 from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape, load_model
 from jaxlora.adapters.slot_state import padded_rows
 from jaxlora.hf.convert import convert
+from jaxlora.models.blocks.experts import choose_experts
 from jaxlora.models.config import shared_path
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.stacks import to_modules, to_paths
 from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.loss import target_nll
+from jaxlora.modules.rows import PackedRows, layer_ropes
 from tests.jaxlora.models.test_logits import MODELS, pack
 from tests.oracle import relative_error
 
@@ -102,3 +104,89 @@ def test_experts_that_are_stored_in_two_tensors(tmp_path):
         np.testing.assert_array_equal(fused.params[path], array)
     out = convert(tmp_path, tmp_path / "out", dtype="float32")
     assert load_model(out).fingerprint == single.fingerprint
+
+
+def block_of(case: str):
+    """Returns the first mixture of a model, with two slots that are empty."""
+    model = load_model(MODELS / case, dtype="float32")
+    spec = DecoderSpec(
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=128),
+        slots=SlotShape(num_slots=2, rank=3, expert_rank=2),
+        adapted=("layers.0.mlp.experts.down_proj", "layers.0.mlp.experts.gate_proj"),
+    )
+    tables = to_modules(spec.stacks, noise(spec.adapter_shapes(), 1))
+    settings = SlotSettings(
+        (name, jnp.full(x.shape, {"rank": 2, "scaling": 0.5}.get(name, 0), x.dtype))
+        for name, x in spec.settings_shapes().items()
+    )
+    decoder = spec.bind(model.params, tables, settings=settings)
+    return decoder.layers["0"].mlp, spec, model.config.expert_shape(0)
+
+
+def noise(shapes, seed):
+    rng = np.random.default_rng(seed)
+    return {
+        n: jnp.asarray(rng.normal(size=x.shape) / 4, x.dtype) for n, x in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("case", ["olmoe", "qwen2_moe"])
+def test_a_mixture_equals_its_definition_in_float64(case):
+    """With the routes given, and with two adapters beside each other."""
+    block, spec, shape = block_of(case)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(192, spec.config.hidden_size)).astype(np.float32)
+    slots = np.array([1, -1, 0])  # of blocks of 64 rows
+    count = jnp.arange(len(x))
+    rows = PackedRows(
+        ropes=layer_ropes(spec.config, count),
+        routing=Routing(block_adapter=jnp.asarray(slots)),
+        segment_ids=jnp.zeros_like(count),
+        lengths=spec.options.lengths,
+        implementation="xla",
+    )
+    actual = np.asarray(block(jnp.asarray(x), rows), np.float64)
+    logits = x.astype(np.float64) @ np.asarray(block.gate[...], np.float64)
+    weights, chosen = choose_experts(jnp.asarray(logits, jnp.float32), shape)
+    order = np.sort(logits, axis=1)[:, ::-1]
+    is_clear = order[:, shape.chosen - 1] - order[:, shape.chosen] > 1e-4
+    assert is_clear.mean() > 0.9
+    own = np.argsort(-logits, axis=1, kind="stable")[:, : shape.chosen]
+    np.testing.assert_array_equal(np.asarray(chosen)[is_clear], own[is_clear])
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    shares = np.take_along_axis(shares, np.asarray(chosen), 1)
+    if shape.normalizes:
+        shares /= shares.sum(1, keepdims=True)
+    assert relative_error(weights, shares) < 1e-6
+
+    def linear(name, row, expert, slot):
+        one = getattr(block.experts, name)
+        w = np.asarray(one.kernel[expert], np.float64)
+        if one.slots is not None:
+            a, b = (
+                np.asarray(t[slot, expert], np.float64)
+                for t in (one.lora_a, one.lora_b)
+            )
+            w = w + 0.5 * a @ b
+        return row @ w
+
+    wanted = np.zeros_like(actual)
+    for t in np.flatnonzero(np.repeat(slots, 64) >= 0):
+        slot = slots[t // 64]
+        for expert, share in zip(np.asarray(chosen)[t], shares[t], strict=True):
+            given = x[t].astype(np.float64), expert, slot
+            gate, up = (linear(f"{n}_proj", *given) for n in ("gate", "up"))
+            inner = gate / (1 + np.exp(-gate)) * up
+            wanted[t] += share * linear("down_proj", inner, expert, slot)
+    if shape.shared_features is not None:
+        shared = block.shared_expert
+        gate, up = (
+            x @ np.asarray(one.weight, np.float64) for one in shared.input_linears
+        )
+        inner = gate / (1 + np.exp(-gate)) * up
+        share = x @ np.asarray(block.shared_expert_gate[...], np.float64)
+        down = inner @ np.asarray(shared.down_proj.weight, np.float64)
+        wanted += down / (1 + np.exp(-share))
+    live = np.repeat(slots, 64) >= 0
+    assert relative_error(actual[live], wanted[live]) < 1e-6
