@@ -6,13 +6,13 @@
 #     docker run --rm --gpus all -v "$PWD:/work" -v jaxlora:/cache jaxlora train run.yaml
 FROM python:3.12-slim-bookworm
 
-# The Triton kernels (extra "triton") compile a launcher with gcc on first use.
+# The Triton kernels compile a launcher with gcc on first use.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
 COPY . /source
-RUN pip install --no-cache-dir "/source[cuda,datasets,gguf,triton]" && rm -r /source
+RUN pip install --no-cache-dir "/source[cuda,datasets,gguf]" && rm -r /source
 
 # Models of the hub, compiled programs, and tokens of data (below jaxlora/); mount a
 # volume to keep them.

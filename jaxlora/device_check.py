@@ -12,7 +12,6 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import Future
 
 from jaxlora.common.background import in_background
@@ -46,15 +45,14 @@ def start_backend() -> None:
     _starting[:] = [in_background(start)]
 
 
-def import_while_starting(names: Iterable[str]) -> None:
-    """Imports modules until the back ends have started, for which all else waits.
+def import_while_starting(name: str) -> None:
+    """Imports a module unless the back ends have started, for which all else waits.
 
-    An error is raised where a module is used.
+    An error is raised where the module is used.
     """
-    for name in names:
-        if _starting and not _starting[0].done():
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+    if _starting and not _starting[0].done():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def check_device() -> None:

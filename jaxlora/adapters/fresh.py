@@ -24,6 +24,7 @@ from jaxlora.modules.variants.table import variants_with
 from jaxlora.modules.variants.variant import TrainedTensor
 
 _MAX_THREADS = 8
+_PART_SIZE = 1 << 22  # numbers that a thread draws at least, if there are as many
 
 
 def fresh_adapter(
@@ -65,10 +66,11 @@ def fresh_adapter(
         named = {tensor.name: tensors[tensor.name] for tensor in wanted}
         return {n: x.astype(np.float32, copy=False) for n, x in named.items()}
 
-    # NumPy draws without the interpreter's lock. A thread gets many modules, as small
-    # ones are drawn faster than they are handed over.
-    names, num_threads = tuple(modules), _num_threads()
-    parts = (names[start::num_threads] for start in range(num_threads))
+    # NumPy draws without the interpreter's lock. A thread gets many modules: to hand
+    # over a small one, or the lock, takes longer than to draw it.
+    size = sum(module.rank * kernels[n].shape[0] for n, module in modules.items())
+    names, num_parts = tuple(modules), min(_num_threads(), 1 + size // _PART_SIZE)
+    parts = (names[start::num_parts] for start in range(num_parts))
     found = _threads().map(lambda part: {name: drawn(name) for name in part}, parts)
     tensors = dict(itertools.chain.from_iterable(one.items() for one in found))
     return _adapter(job, modules, kernels, {name: tensors[name] for name in names})

@@ -19,16 +19,17 @@ PARAMS: Kind = "params"
 
 
 def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
-    """Makes an adapter from one slot's rows of the tables.
+    """Makes an adapter from one slot's rows of the tables, as views of them.
 
     Args:
-        rows: Trained tensors of each adapted linear at the slots' rank, by path.
+        rows: Trained tensors of each adapted linear at the slots' rank, by path. They
+            are not changed later.
         like: Adapter whose modules and ranks are taken.
     """
     modules = {}
     for name, old in like.modules.items():
         tensors = {
-            tensor.name: np.array(rows[path][unpadded(old.tensors[tensor.name].shape)])
+            tensor.name: rows[path][unpadded(old.tensors[tensor.name].shape)]
             for tensor, path in tensor_paths(linear_path(name))
             if tensor.name in old.tensors
         }
@@ -36,7 +37,7 @@ def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
     outside = {}
     for name, old in like.outside.items():
         array = rows[SLOT_MODULES[name].path][unpadded(old.array.shape)]
-        outside[name] = dataclasses.replace(old, array=np.array(array))
+        outside[name] = dataclasses.replace(old, array=array)
     return dataclasses.replace(like, modules=modules, outside=outside)
 
 

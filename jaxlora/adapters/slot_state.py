@@ -162,7 +162,10 @@ def padded_rows(
     rows = {n: np.zeros(table.shape[1:], table.dtype) for n, table in tables.items()}
     views = to_paths(stacks, rows)
     for path, tensor in tensors.items():
-        views[path][unpadded(tensor.shape)] = tensor
+        # The first B is zero, as the rows are. To write it would make the kernel of
+        # the host find memory for it, which takes longer than to draw A.
+        if tensor.any():
+            views[path][unpadded(tensor.shape)] = tensor
     return rows
 
 

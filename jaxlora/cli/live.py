@@ -95,7 +95,8 @@ def _clone(arguments: argparse.Namespace) -> int:
         key, is_given, value = text.partition("=")
         if not is_given or key in settings:
             raise ConfigError(
-                f"{text!r}: give each setting once, such as learning_rate=3e-4."
+                f"{text!r}: give each setting once, such as learning_rate=3e-4; --name "
+                "names the copy."
             )
         settings[key] = parse_yaml(value, key)
     if arguments.name is not None:

@@ -135,8 +135,10 @@ def _status(result: "RunResult") -> int:
 def _train_in_process(
     config: "RunConfig", arguments: argparse.Namespace, file: "RunFile"
 ) -> int:
+    from jaxlora.common.heap import keep_freed_memory
     from jaxlora.device_check import import_while_starting, start_backend
 
+    keep_freed_memory()
     start_backend()
     with no_garbage_collection():
         from jaxlora.distributed import processes
@@ -146,11 +148,8 @@ def _train_in_process(
         from jaxlora.sweeps.files import print_summary
         from jaxlora.train.report.run_callbacks import KeepRunFile
 
-        # Loading programs needs Mosaic, and the first evaluation needs TensorBoard.
-        needed = ["jax.experimental.mosaic.gpu"]
-        if "tensorboard" in config.report_to:
-            needed.append("jaxlora.trackers.tensorboard")
-        import_while_starting(needed)
+        # Loading programs needs it.
+        import_while_starting("jax.experimental.mosaic.gpu")
 
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))

@@ -157,6 +157,7 @@ JOB_NAMES: Mapping[str, str] = {
     "load_best_model_at_end": "keep_best",
 }
 JOB_HINTS: Mapping[str, str] = {
+    "lr": "Set learning_rate.",
     "per_device_train_batch_size": _BATCH,
     "micro_batch_size": _BATCH,
     "gradient_accumulation_steps": _BATCH,

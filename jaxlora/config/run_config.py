@@ -7,6 +7,7 @@ import pydantic
 from jaxlora.common.note import Note
 from jaxlora.config.aliases import JOB_HINTS, JOB_NAMES, RUN_NAMES
 from jaxlora.config.base_settings import BaseSettings
+from jaxlora.config.data_config import DataConfig
 from jaxlora.config.expansion import expand_run
 from jaxlora.config.generation_settings import SamplesConfig
 from jaxlora.config.lora_job import LoraJob
@@ -284,6 +285,9 @@ class RunConfig(BaseSettings):
         return name
 
 
-LoraJob.belongs = dict.fromkeys(
-    [*RunConfig.model_fields, *RUN_NAMES], "the run. Put it beside jobs"
-)
+LoraJob.belongs = {
+    **dict.fromkeys(DataConfig.model_fields, "data. Put it there"),
+    **dict.fromkeys(
+        [*RunConfig.model_fields, *RUN_NAMES], "the run. Put it beside jobs"
+    ),
+}

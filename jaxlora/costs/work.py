@@ -7,6 +7,7 @@ of a linear costs as much as its forward pass: it has no gradient of the weight.
 import dataclasses
 import functools
 import operator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -15,14 +16,28 @@ from jaxlora.models.config import DeltaShape, ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
+from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
-# The kernels that XLA makes of a chunk of the gated delta rule are small, and wait for
-# each other. A chunked form in plain JAX took 4.7 ms forward on an H200, for 8,192
-# tokens and 32 heads of 128 x 128: this many times the time of its traffic. Its
-# backward pass took 2.2 times as long; here the forward pass is computed again, too.
-_DELTA_WAITS = 9
-_DELTA_BACKWARD = 3.2
+
+class _DeltaWaits(NamedTuple):
+    """How much longer than its traffic the gated delta rule takes.
+
+    A chunk of a sample waits for the one before it. Both were measured on an H200, for
+    8,192 tokens and 32 heads of 128 x 128.
+
+    Attributes:
+        forward: Time of the forward pass by that of its traffic.
+        backward: Time of the backward pass, which computes the forward pass again, by
+            that of the forward pass.
+    """
+
+    forward: float
+    backward: float
+
+
+_PLAIN_DELTA = _DeltaWaits(9, 3.2)  # 4.7 ms forward, and 15 ms in both passes
+_TRITON_DELTA = _DeltaWaits(5.6, 3.6)  # 0.47 and 1.67 ms
 # The padding of experts depends on the tokens and the adapters of microbatches, which
 # are not known here.
 _MICROBATCH_TOKENS = 16384
@@ -97,7 +112,7 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work
         copies = _copies(spec, linear)
         forward += copies * _product_work(linear, rank, is_fp8=fp8_forward)
         backward += copies * _product_work(linear, 2 * rank, is_fp8=fp8_backward)
-    mixing = _mixing_passes(spec.config, layer, mean_tokens)
+    mixing = _mixing_passes(spec, layer, mean_tokens)
     attention, elementwise = mixing.forward, _elementwise_work(spec, layer)
     forward += attention + elementwise
     backward += mixing.backward + elementwise + elementwise
@@ -158,19 +173,14 @@ def _copies(spec: DecoderSpec, linear: LayerLinear) -> float:
     return shape.chosen + padding / _MICROBATCH_TOKENS
 
 
-def _mixing_passes(config: ModelConfig, layer: int, mean_tokens: float) -> Passes[Work]:
+def _mixing_passes(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work]:
     """Work of the part of a layer in which rows see other rows."""
-    shape = config.delta_shape(layer)
+    shape = spec.config.delta_shape(layer)
     if shape is None:
-        forward = _attention_work(config, layer, mean_tokens)
+        forward = _attention_work(spec.config, layer, mean_tokens)
         # The backward pass computes the scores again; then four products, not two.
         return Passes(forward=forward, backward=Work(flops=2.5 * forward.flops))
-    forward = _delta_work(shape)
-    backward = Work(
-        flops=_DELTA_BACKWARD * forward.flops,
-        memory_bytes=_DELTA_BACKWARD * forward.memory_bytes,
-    )
-    return Passes(forward=forward, backward=backward)
+    return _delta_passes(shape, spec.options.dtype)
 
 
 def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work:
@@ -180,18 +190,28 @@ def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work
     return Work(flops=4 * config.query_features * keys)
 
 
-def _delta_work(shape: DeltaShape) -> Work:
-    """Work of the gated delta rule in chunks, in plain JAX, whatever the samples."""
+def _delta_passes(shape: DeltaShape, dtype: jnp.dtype) -> Passes[Work]:
+    """Work of the gated delta rule in chunks, whatever the samples."""
     chunk, key, value = CHUNK_TOKENS, shape.key_dim, shape.value_dim
-    of_key_head = 4 * chunk * key
+    key_heads, heads = shape.num_key_heads, shape.num_value_heads
+    if triton_delta_unsupported(dtype, shape) is None:
+        waits = _TRITON_DELTA
+        # Queries and keys, which two kernels read; two matrices of a chunk, written and
+        # read; values and outputs.
+        elements = 4 * key * key_heads + (4 * chunk + 2 * value) * heads
+        traffic = jnp.dtype(dtype).itemsize * elements
+    else:
+        waits = _PLAIN_DELTA
+        # Matrices of a chunk, S before it, and rows on the way, each written and read.
+        traffic = 2 * 4 * heads * (6 * chunk + key * value / chunk + 4 * value)
     of_value_head = 6 * key * value + 4 * chunk * value + chunk**2
-    # Matrices of a chunk, S before it, and rows on the way, each written and read.
-    elements = 6 * chunk + key * value / chunk + 4 * value
-    heads = shape.num_value_heads
-    return Work(
-        flops=shape.num_key_heads * of_key_head + heads * of_value_head,
-        memory_bytes=_DELTA_WAITS * 2 * 4 * heads * elements,
+    flops = 4 * chunk * key * key_heads + of_value_head * heads
+    forward = Work(flops=flops, memory_bytes=waits.forward * traffic)
+    backward = Work(
+        flops=waits.backward * forward.flops,
+        memory_bytes=waits.backward * forward.memory_bytes,
     )
+    return Passes(forward=forward, backward=backward)
 
 
 def _elementwise_work(spec: DecoderSpec, layer: int) -> Work:

@@ -55,7 +55,8 @@ def print_misfit(error: DoesNotFitError, machine: GpuMachine, console: Console) 
     show(console, describe_machine(machine), soft_wrap=True)
     show(console, table)
     if error.cures:
-        show(console, "each of these alone would make it fit:", soft_wrap=True)
+        subject = error.need.subject
+        show(console, f"each of these alone would make {subject} fit:", soft_wrap=True)
         for cure in error.cures:
             show(console, f"- {cure}", soft_wrap=True)
         return
@@ -127,9 +128,11 @@ def _add_memory(table: Table, need: MemoryNeed, stored: str) -> None:
     if need.has_references:
         parts = "optimizer state, gradients and references"
     table.add_row("  adapters", f"{format_bytes(need.adapter_bytes)}, with {parts}")
+    step = format_bytes(need.step_bytes)
     if need.tokens:
-        step = f"{format_bytes(need.step_bytes)}, for {need.tokens:,} tokens"
-        table.add_row("  a training step", step)
+        table.add_row("  a training step", f"{step}, for {need.tokens:,} tokens")
+    else:
+        table.add_row("  a checkpoint", f"{step}, for copies of the adapters")
 
 
 def _sizes(config: RunConfig) -> str:

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jaxlora.errors import ConfigError, FuseError
 from jaxlora.fuse.backend import check_implementation
-from jaxlora.fuse.measure import Stopwatch
+from jaxlora.fuse.measure import SiteTimer
 from jaxlora.fuse.rewrite import Rewritten, rewrite
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -95,7 +95,7 @@ def fuse[**P, R](
             set and nothing is fused or an adapter is not found.
     """
     check_implementation(implementation)
-    options = FuseOptions(implementation, _stopwatch(measure_seconds))
+    options = FuseOptions(implementation, _site_timer(measure_seconds))
     stopped = _both_names(fn, frozen)
     programs: dict[Hashable, Program] = {}
     reads_numbers = False  # whether the code of fn reads the values of Python floats
@@ -143,11 +143,11 @@ class FuseOptions:
 
     Attributes:
         implementation: Name of a back end, or `auto`.
-        stopwatch: Measures times; None: the prediction and the rule decide.
+        site_timer: Measures times; None: the prediction and the rule decide.
     """
 
     implementation: str = "auto"
-    stopwatch: Stopwatch | None = None
+    site_timer: SiteTimer | None = None
 
 
 # The functions that were fused, and how.
@@ -161,7 +161,7 @@ def options_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], FuseOptions]
     return _FUSED[fn] if fn in _FUSED else (fn, FuseOptions())
 
 
-def _stopwatch(measure_seconds: float | None) -> Stopwatch | None:
+def _site_timer(measure_seconds: float | None) -> SiteTimer | None:
     if measure_seconds is None:
         return None
     if not 0 < measure_seconds < float("inf"):
@@ -169,7 +169,7 @@ def _stopwatch(measure_seconds: float | None) -> Stopwatch | None:
             f"measure_seconds={measure_seconds} is no time to spend. Use a number of "
             "seconds above 0, or None to measure nothing."
         )
-    return Stopwatch(measure_seconds)
+    return SiteTimer(measure_seconds)
 
 
 def trace_call(
@@ -225,7 +225,7 @@ def trace(
             "prints, callbacks and writes to references out of it."
         )
     assert out_tree is not None
-    rewritten = rewrite(traced, options.implementation, options.stopwatch)
+    rewritten = rewrite(traced, options.implementation, options.site_timer)
     return Program(traced=traced, rewritten=rewritten, out_tree=out_tree)
 
 

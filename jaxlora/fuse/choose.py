@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jax.extend import core
 
 from jaxlora.fuse.cost import decide, format_time
-from jaxlora.fuse.measure import Stopwatch, Times
+from jaxlora.fuse.measure import SiteTimer, Times
 from jaxlora.fuse.producers import Part, find_parts
 from jaxlora.fuse.site import Site
 from jaxlora.fuse.site_shape import draws_masks
@@ -53,7 +53,7 @@ def choose(
     sites: Sequence[Site],
     implementation: str,
     program: Callable[[core.Jaxpr, Sequence[Part]], core.Jaxpr | None],
-    stopwatch: Stopwatch | None,
+    site_timer: SiteTimer | None,
 ) -> list[Choice]:
     """Chooses how the sites of one jaxpr are computed.
 
@@ -62,7 +62,7 @@ def choose(
         implementation: Name of a back end, which then computes everything that it can,
             or `auto`.
         program: Puts calls of the kernels into a jaxpr, so that it can be timed.
-        stopwatch: Measures times; None: the prediction and the rule decide.
+        site_timer: Measures times; None: the prediction and the rule decide.
     """
     parts = dict(zip(sites, find_parts(sites), strict=True))
     found: dict[Site, Choice] = {}
@@ -73,8 +73,8 @@ def choose(
         ways["kernels"] = [Part(site=site) for site in whole.sites]
         ways[whole.name] = [whole]
         times: Times = {}, None
-        if stopwatch is not None:
-            times = stopwatch.times(whole, ways, program)
+        if site_timer is not None:
+            times = site_timer.times(whole, ways, program)
         seconds, unmeasured = times
         if seconds:
             calls = ways[min(seconds, key=lambda name: seconds[name])]

@@ -58,7 +58,7 @@ def time_call(function: Callable[..., Any], arguments: Sequence[Any]) -> float:
     return statistics.median(batch(count) for _ in range(_NUM_BATCHES))
 
 
-class Stopwatch:
+class SiteTimer:
     """Times ways until a limit is reached, and parts that are alike only once.
 
     The programs of a part are compiled at the same time, and timed one after the other

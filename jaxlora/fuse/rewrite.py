@@ -10,7 +10,7 @@ from jax.extend import core, linear_util
 from jaxlora.fuse.choose import Choice, choose
 from jaxlora.fuse.graph import BODIES, Graph
 from jaxlora.fuse.linears.match import find_sites
-from jaxlora.fuse.measure import Stopwatch
+from jaxlora.fuse.measure import SiteTimer
 from jaxlora.fuse.place import Placed, part_equations
 from jaxlora.fuse.producers import Part
 from jaxlora.fuse.site import Refusal, Site, group_sites, ungroup
@@ -39,24 +39,24 @@ class Rewritten:
 
 
 def rewrite(
-    jaxpr: core.Jaxpr, implementation: str, stopwatch: Stopwatch | None = None
+    jaxpr: core.Jaxpr, implementation: str, site_timer: SiteTimer | None = None
 ) -> Rewritten:
     """Replaces the sites of a jaxpr and of all jaxprs inside it.
 
     Args:
         jaxpr: The jaxpr.
         implementation: Name of a back end, or `auto`.
-        stopwatch: Measures times; None: the prediction and the rule decide.
+        site_timer: Measures times; None: the prediction and the rule decide.
     """
-    return _Rewriter(implementation, stopwatch).rewrite(jaxpr, ())
+    return _Rewriter(implementation, site_timer).rewrite(jaxpr, ())
 
 
 class _Rewriter:
     """Rewrites jaxprs, each once, however often it is called."""
 
-    def __init__(self, implementation: str, stopwatch: Stopwatch | None) -> None:
+    def __init__(self, implementation: str, site_timer: SiteTimer | None) -> None:
         self.implementation = implementation
-        self.stopwatch = stopwatch
+        self.site_timer = site_timer
         self.traces: dict[Hashable, core.Jaxpr] = {}
         self.done: dict[tuple[int, tuple[str, ...]], tuple[core.Jaxpr, Rewritten]] = {}
 
@@ -99,7 +99,7 @@ class _Rewriter:
     def _choices(self, sites: Sequence[Site]) -> Iterator[list[Choice]]:
         """Yields what to do with sites, until no two parts depend on each other."""
         for some in (sites, [one for site in sites for one in ungroup(site)]):
-            chosen = choose(some, self.implementation, self._program, self.stopwatch)
+            chosen = choose(some, self.implementation, self._program, self.site_timer)
             if some is sites:
                 yield chosen
             yield [choice.apart() for choice in chosen]

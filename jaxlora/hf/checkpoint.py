@@ -259,9 +259,8 @@ def _with_files(planned: Checkpoint) -> Checkpoint:
 
 def _with_text_files(planned: Checkpoint, files: dict[str, TensorFile]) -> Checkpoint:
     """Returns the checkpoint with the files of all tensors of the text model."""
-    if (composite := planned.config.family.composite) is None:
-        return dataclasses.replace(planned, files=files)
-    names = {name: composite.text_name(name) for name in files}
+    family = planned.config.family
+    names = {name: family.text_name(name) for name in files}
     text_names = {stored: name for stored, name in names.items() if name is not None}
     others = {name: files[name] for name in names.keys() - text_names.keys()}
     for file in {id(file): file for file in files.values()}.values():

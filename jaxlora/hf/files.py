@@ -82,8 +82,11 @@ def find_local(source: str | pathlib.Path) -> pathlib.Path | None:
             "with config.json and safetensors."
         )
     if is_folder and not os.path.lexists(folder / "config.json"):
+        kinds = {"adapter_config.json": "an adapter", "run.json": "a run"}
+        found = [what for file, what in kinds.items() if (folder / file).is_file()]
+        hint = f" It is {found[0]}: its base belongs here." if found else ""
         raise ModelError(
-            f"{folder} has no config.json, so it is not a Hugging Face checkpoint."
+            f"{folder} has no config.json, so it is no Hugging Face checkpoint.{hint}"
         )
     if is_folder:
         return folder

@@ -11,8 +11,10 @@ from rich.console import Console
 
 from jaxlora.device_check import check_device
 from jaxlora.inspect.artifacts import print_rows
+from jaxlora.models.config import DeltaShape
 from jaxlora.models.registry import model_config
 from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
 from jaxlora.pallas_kernels import BACKENDS, FORMATS, LinearShape
 from jaxlora.plan.job.kernel_choice import (
     group_reasons,
@@ -38,6 +40,10 @@ _MODEL = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
 }
+# The gated delta nets of Qwen3.5-9B.
+_DELTA = DeltaShape(
+    num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_width=4
+)
 _PACKAGES = ("jaxlora", "jax", "jaxlib", "triton", "jax-triton")
 _BLACKWELL = (
     "Blackwell: jaxlora is untested there. The portable kernels are expected to run; "
@@ -76,6 +82,9 @@ def inspect_device(console: Console) -> None:
     }
     title = "attention, for heads of 128 features in bfloat16"
     _print_support(console, title, attentions, attentions)
+    rules = {"triton": triton_delta_unsupported(jnp.bfloat16, _DELTA), "xla": None}
+    title = "gated delta rule, for heads of 128 x 128 in bfloat16"
+    _print_support(console, title, rules, rules)
 
 
 def _formats() -> dict[str, str]:

@@ -116,7 +116,8 @@ class GrowingRope(Rope):
 class Composite:
     """A model of several parts, such as text and images, of which one is used here.
 
-    Its config.json has that of the text model as `text_config`.
+    Its config.json has that of the text model as `text_config`. The default names of
+    tensors are those of a LLaVA, which several models of text and images share.
 
     Attributes:
         model_type: Hugging Face's name of the whole.
@@ -134,9 +135,18 @@ class Composite:
     models: str
     texts: tuple[str, ...]
     keys: frozenset[str]
-    prefix: str
-    starts: tuple[tuple[str, str], ...]
-    others: tuple[str, ...]
+    prefix: str = "model.language_model."
+    starts: tuple[tuple[str, str], ...] = (
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    )
+    others: tuple[str, ...] = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
 
     def text_name(self, name: str) -> str | None:
         """Returns the name of a tensor in a checkpoint of the text model alone.
@@ -240,6 +250,7 @@ class Family:
         undivided: Why a layer cannot be divided along the axis `tensor` of a mesh;
             None: it can.
         composite: The model of which it is the text part; None: it is by itself.
+        others: Starts of names of tensors in checkpoints that are of other parts.
     """
 
     model_type: str
@@ -249,6 +260,13 @@ class Family:
     scales_embedding: bool = False
     undivided: str | None = None
     composite: Composite | None = None
+    others: tuple[str, ...] = ()
+
+    def text_name(self, name: str) -> str | None:
+        """Returns the name of a tensor of a checkpoint here; None: it is not read."""
+        if name.startswith(self.others):
+            return None
+        return name if self.composite is None else self.composite.text_name(name)
 
     @property
     def prefix(self) -> str:

@@ -1,4 +1,4 @@
-"""Gemma 2, and the text models of Gemma 3."""
+"""Gemma 2, and Gemma 3, of which those with images have their text model trained."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -6,14 +6,18 @@ from jaxlora.errors import ModelError
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.config import Family, ModelConfig, Rope
+from jaxlora.models.config import Composite, Family, ModelConfig, Rope
 from jaxlora.models.hf_config import (
     Count,
     Flag,
     HeadDim,
     Heads,
     HfConfig,
+    InnerWidth,
+    Layers,
     Theta,
+    VocabSize,
+    Width,
     Windows,
     number,
     only,
@@ -128,6 +132,12 @@ class Gemma3(_Gemma):
         {"_sliding_window_pattern", *_Gemma.IGNORED}
     )
 
+    # Files of the models with images leave out what has these values.
+    vocab_size: VocabSize = 262208
+    hidden_size: Width = 2304
+    intermediate_size: InnerWidth = 9216
+    num_hidden_layers: Layers = 26
+    num_attention_heads: Heads = 8
     max_position_embeddings: Count = 131072
     rope_local_base_freq: Theta | None = None
     sliding_window_pattern: Count | None = None
@@ -138,3 +148,19 @@ class Gemma3(_Gemma):
     def ropes(self) -> tuple[Rope, Rope]:
         theta, local_theta = self.rope_theta or 1e6, self.rope_local_base_freq or 1e4
         return self.ropes_by_type(theta, local_theta)
+
+
+GEMMA3 = Composite(
+    model_type="gemma3",
+    models="Gemma 3 with images",
+    texts=(Gemma3.FAMILY.model_type,),
+    keys=frozenset(
+        {
+            "boi_token_index",
+            "eoi_token_index",
+            "image_token_index",
+            "mm_tokens_per_image",
+            "vision_config",
+        }
+    ),
+)

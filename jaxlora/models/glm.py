@@ -1,4 +1,7 @@
-"""GLM-4, with norms before and after, and pairs of neighbours that rotate."""
+"""GLM-4 of both types: pairs of neighbours rotate, and gate and up are one linear.
+
+The first 9B models (`glm`) have the norms of a Llama, later ones also norms after.
+"""
 
 from typing import Annotated, Any, ClassVar
 
@@ -18,7 +21,10 @@ from jaxlora.models.hf_config import (
     only,
 )
 from jaxlora.models.layer import DecoderLayer
+from jaxlora.models.llama import LlamaLayer
 from jaxlora.models.phi import PartialRotary, read_partial_rope
+
+_UNDIVIDED = "fused linears cannot be cut into equal parts"
 
 
 class _PartialYarn(YarnRope):
@@ -27,6 +33,16 @@ class _PartialYarn(YarnRope):
     def build(self) -> Rope:
         share = self.partial_rotary_factor
         return PartialRope(theta=self.rope_theta, share=share, scaling=self.scaling())
+
+
+class GlmLayer(LlamaLayer):
+    """`h += attention(norm(h)); h += mlp(norm(h))`."""
+
+    def __init__(self, config: ModelConfig, make: LayerBuilder):
+        super().__init__(config, make, neighbours=True)
+
+    def make_mlp(self, config: ModelConfig, make: LayerBuilder) -> Mlp:
+        return Mlp(config, make, fused=True)
 
 
 class Glm4Layer(DecoderLayer):
@@ -42,14 +58,14 @@ class Glm4Layer(DecoderLayer):
         self.mlp_output_norm = make.norm("post_mlp_layernorm")
 
 
-class Glm4(HfConfig):
-    """The config.json of a GLM-4."""
+class Glm(HfConfig):
+    """The config.json of a GLM-4 9B of the first ones."""
 
     FAMILY: ClassVar[Family] = Family(
-        model_type="glm4",
-        models="GLM-4",
-        layer=Glm4Layer,
-        undivided="fused linears cannot be cut into equal parts",
+        model_type="glm",
+        models="GLM-4-9B-Chat",
+        layer=GlmLayer,
+        undivided=_UNDIVIDED,
     )
 
     max_position_embeddings: Count = 131072
@@ -66,3 +82,11 @@ class Glm4(HfConfig):
     def ropes(self) -> tuple[Rope, None]:
         kinds = {"default": PartialRotary, "yarn": _PartialYarn}
         return read_partial_rope(self, {}, kinds), None
+
+
+class Glm4(Glm):
+    """The config.json of a GLM-4 of April 2025 (0414) or later."""
+
+    FAMILY: ClassVar[Family] = Family(
+        model_type="glm4", models="GLM-4", layer=Glm4Layer, undivided=_UNDIVIDED
+    )

@@ -140,6 +140,10 @@ def _object(value: Any) -> dict[str, Any]:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[int, count()]
+VocabSize = Annotated[int, count(2**24)]
+Width = Annotated[int, count(2**18)]
+InnerWidth = Annotated[int, count(2**20)]
+Layers = Annotated[int, count(1000)]
 Heads = Annotated[int, count(2**12)]
 HeadDim = Annotated[int, count(2**12)]
 Share = Annotated[float, number(1.0)]
@@ -323,10 +327,10 @@ class HfConfig(pydantic.BaseModel):
     DIVIDES_WIDTH: ClassVar[bool] = False
 
     model_type: str
-    vocab_size: Annotated[int, count(2**24)]
-    hidden_size: Annotated[int, count(2**18)]
-    intermediate_size: Annotated[int, count(2**20)]
-    num_hidden_layers: Annotated[int, count(1000)]
+    vocab_size: VocabSize
+    hidden_size: Width
+    intermediate_size: InnerWidth
+    num_hidden_layers: Layers
     num_attention_heads: Heads
     num_key_value_heads: Heads | None = None
     head_dim: HeadDim | None = None

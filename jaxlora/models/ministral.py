@@ -73,16 +73,4 @@ MISTRAL3 = Composite(
             "vision_feature_layer",
         }
     ),
-    prefix="model.language_model.",
-    starts=(
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.language_model.", "model."),
-    ),
-    others=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
 )

@@ -84,6 +84,7 @@ class Qwen35(HfConfig):
         layer=Qwen35Layer,
         norm_offset=True,
         undivided="in_proj_qkv cannot be cut into equal parts of heads",
+        others=("mtp.",),
     )
     MODEL: ClassVar[type[ModelConfig]] = Qwen35Model
     IGNORED: ClassVar[frozenset[str]] = frozenset(
@@ -171,5 +172,5 @@ QWEN3_5 = Composite(
     ),
     prefix="model.language_model.",
     starts=(("model.language_model.", "model."),),
-    others=("model.visual.", "mtp."),
+    others=("model.visual.",),
 )

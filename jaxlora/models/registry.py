@@ -7,8 +7,8 @@ from typing import Any
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.config import Composite, ModelConfig
-from jaxlora.models.gemma import Gemma2, Gemma3
-from jaxlora.models.glm import Glm4
+from jaxlora.models.gemma import GEMMA3, Gemma2, Gemma3
+from jaxlora.models.glm import Glm, Glm4
 from jaxlora.models.granite import Granite
 from jaxlora.models.granite4 import Granite4
 from jaxlora.models.hf_config import HfConfig, refuse_unread
@@ -43,12 +43,15 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Glm4,
         Granite4,
         Qwen35,
+        Glm,
         Qwen2Moe,
         Olmoe,
     )
 }
 # Models of which the text is one part.
-COMPOSITES: Mapping[str, Composite] = {x.model_type: x for x in (MISTRAL3, QWEN3_5)}
+COMPOSITES: Mapping[str, Composite] = {
+    x.model_type: x for x in (MISTRAL3, QWEN3_5, GEMMA3)
+}
 _EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -75,7 +78,8 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def _text_of(composite: Composite, config: Mapping[str, Any]) -> ModelConfig:
     """Reads the text model of a model of several parts."""
-    own = {"model_type", "text_config", "tie_word_embeddings"}
+    tokens = {"bos_token_id", "eos_token_id", "pad_token_id"}  # read elsewhere
+    own = {"model_type", "text_config", "tie_word_embeddings"} | tokens
     refuse_unread(config, composite.keys | own)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -107,13 +111,6 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
             "mixture-of-experts models are not supported, except "
             f"{', '.join(n for n, x in FAMILIES.items() if issubclass(x, Mixture))}. "
             f"Supported: {', '.join(FAMILIES)}."
-        )
-    if model_type == "gemma3":
-        raise ModelError(
-            "config.json has model_type='gemma3': the text model is one part of the "
-            "checkpoint, its tensors have other names (language_model.) and its "
-            "settings lie in text_config. Only gemma3_text is supported: save the text "
-            "model alone, as a Gemma3ForCausalLM."
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         names = [kind.FAMILY.models for kind in FAMILIES.values()]

@@ -25,6 +25,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlora.models.config import DeltaShape
 from jaxlora.modules.rowwise import inverse_rms, sum_of_squares
 from jaxlora.modules.scoring import ATTENTION_RESULTS
+from jaxlora.modules.triton_gated_delta import (
+    DeltaImplementation,
+    triton_gated_delta_rule,
+)
 from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 CHUNK_TOKENS = 64  # at most
@@ -94,6 +98,7 @@ def packed_gated_delta(
     segment_ids: Int[Array, " T"],
     *,
     block_tokens: int,
+    implementation: DeltaImplementation = "xla",
 ) -> Float[Array, "T H E"]:
     """Convolves rows, and runs the gated delta rule on them; for training.
 
@@ -106,12 +111,16 @@ def packed_gated_delta(
         segment_ids: Segment of each row; negative for padding.
         block_tokens: Rows of a token block, in which all rows are of one job. A chunk
             lies in one block, so that nothing of a job reaches the rows of another.
+        implementation: What runs the rule; `triton` runs where
+            `triton_delta_unsupported` names no reason.
     """
 
     @jax.checkpoint
     def run(given: DeltaInputs, weights: DeltaWeights) -> Float[Array, "T H E"]:
         mixed = short_convolution(given.mixed, weights.conv, segment_ids)
         rule = _rule_inputs(mixed, given, weights, shape)
+        if implementation == "triton":
+            return triton_gated_delta_rule(*rule, segment_ids)
         return gated_delta_rule(
             *rule, segment_ids, chunk_tokens=math.gcd(CHUNK_TOKENS, block_tokens)
         )

@@ -26,6 +26,7 @@ from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.rope import RopeTable, query_table, rope_table
 from jaxlora.modules.routing import Routing
 from jaxlora.modules.scoring import Scoring
+from jaxlora.modules.triton_gated_delta import delta_implementation
 
 Cache = LayerCache | DeltaCache  # what a layer keeps in generation
 
@@ -148,7 +149,14 @@ class PackedRows(Rows):
         """Runs `packed_gated_delta`."""
         ids = self.segment_ids
         block_tokens = len(ids) // len(self.routing.block_adapter)
-        return packed_gated_delta(given, weights, shape, ids, block_tokens=block_tokens)
+        return packed_gated_delta(
+            given,
+            weights,
+            shape,
+            ids,
+            block_tokens=block_tokens,
+            implementation=delta_implementation(given.mixed.dtype, shape),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -63,9 +63,9 @@ def random_base(
         where = None if place is None else place(path, like.shape)
         key = jax.random.fold_in(jax.random.key(0), i)
         kernel = path.rpartition(".kernel.")[0] + ".kernel"
-        if path.endswith("norm.scale"):
+        if path.endswith(("norm.scale", "norm")):
             base[path] = jnp.ones(like.shape, like.dtype, device=where)
-        elif path.endswith(".bias"):
+        elif path.endswith(".bias") or len(like.shape) == 1:  # or rates of decay
             base[path] = jnp.zeros(like.shape, like.dtype, device=where)
         elif path.endswith(".kernel.values"):
             assert base_format is not None

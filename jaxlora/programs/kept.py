@@ -4,6 +4,7 @@ An entry is a pickle, and loading it runs code. So it is only read from a folder
 file that belong to this user and that nobody else may write to.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -122,6 +123,13 @@ class KeptPrograms:
     def path(self, key: str) -> pathlib.Path:
         """Returns the path of an entry."""
         return self.folder / f"{key}{_SUFFIX}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever kept."""
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            return next(entries, None) is None
+        return False
 
     def has(self, key: str) -> bool:
         """Whether there is such an entry, which may be damaged.

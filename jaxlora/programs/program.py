@@ -72,6 +72,16 @@ def _kept() -> KeptPrograms | None:
     return programs if programs is not None and source_stamp().is_current() else None
 
 
+def expect_new_programs() -> None:
+    """Starts the processes that lower kernels, if no program was ever kept.
+
+    They take seconds to start, which pass beside the plan. Otherwise they start with
+    the first value or program that is new.
+    """
+    if (kept := _kept()) is not None and kept.is_empty:
+        start_workers()
+
+
 def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
     """Returns what a pure function computes, or what an earlier process has kept of it.
 
@@ -182,6 +192,7 @@ class Prepared:
         is_announced: Whether the log has said that it is being compiled.
         is_finished: Whether the log has said how long it took.
         seconds: Time that it took so far, tracing included.
+        waited: Time that threads have waited for it so far.
         began: Time of the clock when it was asked for.
     """
 
@@ -196,7 +207,7 @@ class Prepared:
         """Starts; see `Program.prepare`."""
         self._before_tracing = before_tracing
         self.what, self.is_loaded, self.seconds = what, False, 0.0
-        self.is_announced = self.is_finished = False
+        self.is_announced, self.is_finished, self.waited = False, False, 0.0
         self.began = time.perf_counter()
         self._jitted, self._args = jitted, shapes_of(args)
         self._traced: jax.stages.Traced | None = None
@@ -216,6 +227,7 @@ class Prepared:
     def compiled(self) -> jax.stages.Compiled:
         """Waits for the program, and returns it."""
         if self._compiled is None:
+            began = time.perf_counter()
             found = self._future.result()
             # All processes must agree on this too.
             if self.is_loaded and processes.any_of(found is None):
@@ -223,6 +235,7 @@ class Prepared:
                 self._future = self._start_compiling()
                 found = self._future.result()
             self._compiled, self._traced = found, None
+            self.waited += time.perf_counter() - began
         return self._compiled
 
     @property
@@ -381,13 +394,14 @@ def counting(prepared: Sequence[Prepared]) -> Iterator[None]:
 
 
 def finish(prepared: Sequence[Prepared]) -> None:
-    """Waits for programs, and logs in one line how long new ones took."""
+    """Waits for programs, and logs in one line how long new ones took.
+
+    What was waited for one of them before counts, too.
+    """
     new = [one for one in prepared if not one.is_finished]
-    began = time.perf_counter()
     for one in new:
         one.compiled()
         one.is_finished = True
-    waited = time.perf_counter() - began
     for is_loaded, verb in ((False, "compiled"), (True, "loaded")):
         found = [one for one in new if one.is_loaded == is_loaded]
         if found:
@@ -396,7 +410,7 @@ def finish(prepared: Sequence[Prepared]) -> None:
                 "%s %s, waited %.1f s (%s)",
                 verb,
                 counted(len(found), "program"),
-                waited,
+                sum(one.waited for one in found),
                 each,
             )
 

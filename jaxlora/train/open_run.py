@@ -36,6 +36,7 @@ from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.resolve import check_comparable
 from jaxlora.plan.run_plan import RunPlan
+from jaxlora.programs.program import expect_new_programs
 from jaxlora.run.folder import check_writable
 from jaxlora.run.lock import check_not_in_use
 from jaxlora.trackers.table import check_installed
@@ -68,6 +69,7 @@ def open_run(
     """
     check_device()
     keep_compiled_programs()
+    expect_new_programs()
     given = [job.name for job in config.jobs]
     asked, begun = config, _as_begun(config, replan=replan)
     config, folder = begun.config, pathlib.Path(begun.config.output_dir)

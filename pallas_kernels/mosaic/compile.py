@@ -17,10 +17,12 @@ import math
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection, Pipe
@@ -56,9 +58,9 @@ _IDLE_SECONDS = 30  # after which a worker ends
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
-import jaxlora.pallas_kernels.mosaic.products  # and not with the first kernel
-from jaxlora.pallas_kernels.mosaic.compile import serve
-serve({handle})
+import jaxlora.pallas_kernels.mosaic.products  # once for all workers
+from jaxlora.pallas_kernels.mosaic.compile import serve_all
+serve_all({handles})
 """
 
 _USED: contextvars.ContextVar[bool] = contextvars.ContextVar("workers", default=False)
@@ -400,24 +402,24 @@ def _send(request: bytes, answer: Future) -> None:
 def _start_all() -> None:
     """Starts the workers, unless that was done before."""
     if not _queues:
-        for _ in range(_num_workers()):
+        for connection in _start_processes(_num_workers()):
             _queues.append(queue.SimpleQueue())
-            run = _Worker(_queues[-1]).run
+            run = _Worker(_queues[-1], connection).run
             threading.Thread(target=run, name="mosaic-lower", daemon=True).start()
 
 
 class _Worker:
     """A worker and the thread that talks to it."""
 
-    def __init__(self, requests: queue.SimpleQueue[tuple[bytes, Future]]):
-        self._requests = requests
-        self._connection: Connection | None = None
+    def __init__(
+        self,
+        requests: queue.SimpleQueue[tuple[bytes, Future]],
+        connection: Connection | None,
+    ):
+        self._requests, self._connection = requests, connection
 
     def run(self) -> None:
         """Answers requests until this process ends."""
-        # The first process starts before there is a request, as it takes seconds.
-        with contextlib.suppress(OSError):
-            self._connection = _start_process()
         while True:
             request, answer = self._requests.get()
             try:
@@ -441,21 +443,28 @@ class _Worker:
 
     def _exchange(self, request: bytes) -> dict[str, Any] | str:
         if self._connection is None:
-            self._connection = _start_process()
+            (self._connection,) = _start_processes(1)
         self._connection.send_bytes(request)
         return pickle.loads(self._connection.recv_bytes())
 
 
-def _start_process() -> Connection:
-    ours, theirs = Pipe()
-    with theirs:
-        handle = theirs.fileno()
-        program = _PROGRAM.format(path=sys.path, handle=handle)
-        # It needs no device. In its own session, it does not get a terminal's Ctrl-C.
+def _start_processes(number: int) -> list[Connection]:
+    """Starts workers; the first forks into the others when it has imported JAX."""
+    with contextlib.ExitStack() as theirs:
+        ours, handles = [], []
+        for _ in range(number):
+            mine, its = Pipe()
+            theirs.enter_context(its)
+            ours.append(mine)
+            handles.append(its.fileno())
+        program = _PROGRAM.format(path=sys.path, handles=handles)
+        # They need no device, and no threads that a fork would lose. In their own
+        # session, they do not get a terminal's Ctrl-C.
+        without = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         process = subprocess.Popen(
             [sys.executable, "-c", program],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-            pass_fds=[handle],
+            env=os.environ | without | {"OPENBLAS_NUM_THREADS": "1"},
+            pass_fds=handles,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -467,13 +476,27 @@ def _start_process() -> Connection:
 # ---- the worker ----------------------------------------------------------------------
 
 
-def serve(handle: int) -> None:
-    """Lowers the kernels that come, until none comes or the other process has ended.
+def serve_all(handles: list[int]) -> None:
+    """Lowers kernels in a process for each connection, of which this one is the first.
 
     Args:
-        handle: File descriptor of the connection.
+        handles: File descriptors of the connections.
     """
-    connection = Connection(handle)
+    # JAX warns of its threads, of which it starts none before it asks for devices.
+    warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
+    own, *others = handles
+    for handle in others:
+        if os.fork() == 0:
+            own, others = handle, [one for one in handles if one != handle]
+            break
+    for other in others:  # else the end of a worker would not end its connection
+        os.close(other)
+    _serve(Connection(own))
+
+
+def _serve(connection: Connection) -> None:
+    """Lowers the kernels that come, until none comes or the other process has ended."""
     jax.devices()  # takes a while, the first time
     with contextlib.suppress(EOFError, BrokenPipeError):
         while connection.poll(_IDLE_SECONDS):

@@ -696,6 +696,54 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "glm": (
+        {
+            **V4,
+            "model_type": "glm",
+            "architectures": ["GlmForCausalLM"],
+            "head_dim": 12,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        {"partial_rotary_factor": 1.0},
+        {"rms_norm_eps": 1e-6},
+    ),
+    "gemma3_images": (
+        {
+            **V4,
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "boi_token_index": 12,
+            "eoi_token_index": 13,
+            "eos_token_id": [1, 2],
+            "image_token_index": 10,
+            "mm_tokens_per_image": 4,
+            "text_config": {
+                "model_type": "gemma3_text",
+                "head_dim": 12,
+                "num_hidden_layers": 3,
+                "query_pre_attn_scalar": 10,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 8,
+                "sliding_window_pattern": 2,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 8,
+                "image_size": 16,
+                "intermediate_size": 8,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "patch_size": 4,
+                "vision_use_head": False,
+            },
+        },
+    ),
     "qwen2_moe": (
         {
             **V4,
@@ -759,7 +807,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
-        if config.model_type == "mistral3":
+        if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
         weights |= unfused(name, noise) if "experts" in name else {name: noise}
     file = folder / "model.safetensors"
@@ -776,7 +824,7 @@ def auto_model(folder: pathlib.Path):
 
 
 def hub_name(name: str) -> str:
-    """Returns the name on the hub of a tensor of a Mistral 3."""
+    """Returns the name on the hub of a tensor of a LLaVA, as Mistral 3 is."""
     if name.startswith("model.language_model."):
         return "language_model.model." + name.removeprefix("model.language_model.")
     if name.startswith("lm_head."):

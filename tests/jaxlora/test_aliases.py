@@ -98,6 +98,7 @@ def test_a_setting_that_has_to_be_converted():
 @pytest.mark.parametrize(
     ("setting", "hint"),
     [
+        ({"lr": 1e-3}, "'lr' is not a setting here. Set learning_rate"),
         ({"load_in_4bit": False}, r"Leave it out\.$"),
         ({"load_in_4bit": None}, r"Leave it out\.$"),
         ({"load_in_8bit": "false"}, r"Leave it out\.$"),
@@ -147,6 +148,8 @@ def test_a_setting_in_the_wrong_place():
         run_config({"model": "m", "jobs": [job], "r": 8})
     with pytest.raises(ConfigError, match="'mesh' is a setting of the run"):
         run_config({"model": "m", "jobs": [job | {"mesh": "fsdp=2"}]})
+    with pytest.raises(ConfigError, match=r"'chat' is a setting of data\. Put it"):
+        run_config({"model": "m", "jobs": [job | {"chat": True}]})
 
 
 def test_the_documentation_lists_all_names():

@@ -239,10 +239,11 @@ def test_modules_are_imported_only_while_the_back_end_starts(tmp_path, monkeypat
     goes_on = threading.Event()
     monkeypatch.setattr(jax, "default_backend", lambda: goes_on.wait(60) and "cpu")
     start_backend()
-    import_while_starting(["early_a", "early_b"])
+    import_while_starting("early_a")
+    import_while_starting("early_b")
     goes_on.set()
     check_device()
-    import_while_starting(["early_c"])
+    import_while_starting("early_c")
     assert {n for n in sys.modules if n.startswith("early_")} == {"early_b"}
 
 

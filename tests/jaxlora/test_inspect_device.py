@@ -41,7 +41,7 @@ def test_the_present_device(monkeypatch):
     for name in ("CUDA", "cuDNN", "triton", "jax-triton", *BACKENDS, *ATTENTIONS):
         assert name in text
     assert "no: small" in text
-    assert text.count("auto takes it") == 2
+    assert text.count("auto takes it") == 3
 
 
 def test_a_back_end_that_is_slow_here_is_not_what_auto_takes(monkeypatch):
@@ -59,7 +59,7 @@ def test_a_machine_without_a_gpu_says_what_runs_instead():
     lines = shown().splitlines()
     [mosaic] = filter(re.compile(r"^\W*mosaic\b").search, lines)
     assert "no: the device is a cpu, not an NVIDIA GPU" in mosaic
-    assert sum("xla" in line and "yes; auto takes it" in line for line in lines) == 2
+    assert sum("xla" in line and "yes; auto takes it" in line for line in lines) == 3
     assert any("in fp8, of xla; mosaic and triton cannot" in line for line in lines)
     [nf4] = filter(re.compile(r"^\W*nf4\b").search, lines)
     assert "dequantized layer by layer, of xla" in nf4

@@ -15,7 +15,7 @@ from jaxlora.cli.main import main
 from jaxlora.costs.gpus import GPUS, parse_machine
 from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.forecast.forecast import RunForecast, plan_run
-from jaxlora.forecast.report import print_plan
+from jaxlora.forecast.report import print_misfit, print_plan
 from jaxlora.pallas_kernels.device import planned_device
 from jaxlora.plan.memory.need import DoesNotFitError
 from scripts.bench.shapes import config_json
@@ -183,6 +183,23 @@ def test_what_does_not_fit_has_its_parts_and_cures(folder):
     need = error.value.need
     assert need.step_bytes > 0 and need.base_bytes / GIB == pytest.approx(15, rel=0.01)
     assert any(cure.startswith("remat: ") for cure in error.value.cures)
+
+
+@by_formula
+def test_what_fits_but_for_the_copies_of_a_checkpoint_is_not_said_to_fit(folder):
+    config, machine = run(folder), parse_machine("rtx4090")
+    jobs = [job.replace(rank=32, target_modules="all-linear") for job in config.jobs]
+    with pytest.raises(DoesNotFitError, match="their copies while a check") as error:
+        plan_run(config.replace(jobs=jobs), machine=machine)
+    need = error.value.need
+    assert need.available is not None
+    assert need.base_bytes + need.adapter_bytes < need.available.num_bytes
+    console = Console(file=io.StringIO(), record=True, width=120)
+    print_misfit(error.value, machine, console)
+    text = console.export_text()
+    assert " no: needs" in text and "for copies of the adapters" in text
+    assert "would make weights and adapters, without a training step, fit" in text
+    assert error.value.cures[0].startswith("max_concurrent_jobs: ")
 
 
 @by_formula

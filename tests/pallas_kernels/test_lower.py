@@ -82,7 +82,7 @@ def lowered_here() -> list:
 def test_a_program_is_the_same_whoever_lowers_its_kernels(
     monkeypatch, caplog, lowered_here
 ):
-    elsewhere = lowered(monkeypatch, 1)
+    elsewhere = lowered(monkeypatch, 2)
     kernels = list(lower._lowered.values())
     here = lowered(monkeypatch, 0)
     lowered_here.append(here)
@@ -99,7 +99,7 @@ def test_a_kernel_that_a_worker_cannot_lower_is_lowered_here(
     monkeypatch, caplog, lowered_here
 ):
     here = lowered_here[0] if lowered_here else lowered(monkeypatch, 0)
-    monkeypatch.setattr(lower, "_start_process", lambda: None)
+    monkeypatch.setattr(lower, "_start_processes", lambda number: [None] * number)
     monkeypatch.setattr(lower._Worker, "_exchange", lambda self, request: "no memory")
     assert lowered(monkeypatch, 1) == here
     assert "a kernel is lowered in this process: " in caplog.text
@@ -120,9 +120,9 @@ def test_a_worker_that_has_ended_is_started_again(monkeypatch):
         def recv_bytes(self):
             return lower.pickle.dumps({"module": b""})
 
-    worker = lower._Worker(lower.queue.SimpleQueue())
+    worker = lower._Worker(lower.queue.SimpleQueue(), None)
     worker._connection = Ended()
-    monkeypatch.setattr(lower, "_start_process", Works)
+    monkeypatch.setattr(lower, "_start_processes", lambda number: [Works()])
     assert worker._ask(b"kernel") == {"module": b""}
     assert started == [b"kernel"]
 

@@ -15,6 +15,8 @@ from jaxlora.modules.variants.variant import (
     lora_plus,
 )
 
+_PART = 8192  # numbers that are drawn at once
+
 
 def _kaiming_uniform(
     job: LoraJob, rng: np.random.Generator, kernel: Any, rank: int
@@ -22,13 +24,17 @@ def _kaiming_uniform(
     """Draws from +-1/sqrt(K), which is PEFT's kaiming_uniform(a = sqrt 5)."""
     in_features = kernel.shape[0]
     bound = in_features**-0.5
-    return rng.uniform(-bound, bound, (in_features, rank))
+    drawn = np.empty((in_features, rank), np.float32)
+    # In parts that stay in the cache, as NumPy draws in float64.
+    for part in np.split(drawn.reshape(-1), range(_PART, drawn.size, _PART)):
+        part[:] = rng.uniform(-bound, bound, part.size)
+    return drawn
 
 
 def _zeros(
     job: LoraJob, rng: np.random.Generator, kernel: Any, rank: int
 ) -> np.ndarray:
-    return np.zeros((rank, kernel.shape[1]), np.float32)
+    return np.broadcast_to(np.float32(0), (rank, kernel.shape[1]))  # uses no memory
 
 
 # `jaxlora.adapters.initial` has other starts of both.

@@ -18,6 +18,7 @@ from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import tensor_settings
+from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
 from jaxlora.modules.variants.table import replaces_lora
 from jaxlora.plan.job.kernel_choice import (
     choose_attention,
@@ -84,8 +85,10 @@ def decoder_spec(
     options = dataclasses.replace(options, implementation=kernels.name)
     spec = dataclasses.replace(spec, options=options)
     said = describe_choices(kernels, attention)
-    if any(model.delta_shape(i) is not None for i in range(model.num_layers)):
-        said += "; gated delta rule: plain JAX, as there is no kernel for it"
+    for shape in set(filter(None, map(model.delta_shape, range(model.num_layers)))):
+        reason = triton_delta_unsupported(dtype, shape)
+        runs = "triton" if reason is None else f"xla; triton cannot run it: {reason}"
+        said += f"; gated delta rule: {runs}"
     return spec, said
 
 

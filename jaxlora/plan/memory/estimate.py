@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,15 @@ from jaxlora.modules.gated_delta import (
     packed_gated_delta,
 )
 from jaxlora.modules.scoring import layer_scoring
+from jaxlora.modules.triton_gated_delta import (
+    DeltaImplementation,
+    triton_delta_unsupported,
+)
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 from jaxlora.pallas_kernels.expert_rows import num_blocks
+from jaxlora.pallas_kernels.triton.target import interpreted
 from jaxlora.plan.memory import planned
 from jaxlora.plan.memory.footprint import (
     GAPS,
@@ -151,7 +157,8 @@ def step_bytes(
         num_tokens: Tokens of a microbatch; None: without attention's transient memory,
             which is a lower bound for every capacity.
     """
-    given = "step_bytes", spec, block_tokens, num_tokens, planned_device()
+    rules = tuple(_delta_rules(spec).values())
+    given = "step_bytes", spec, block_tokens, num_tokens, planned_device(), rules
     estimate = lambda: dataclasses.asdict(_estimate(spec, block_tokens, num_tokens))
     return StepBytes(**kept_value("the estimate of memory", given, estimate))
 
@@ -171,10 +178,9 @@ def _estimate(
     padding = getattr(found, where) + _padding_bytes(spec, num_tokens)
     found = dataclasses.replace(found, **{where: padding})
     attention = _attention_bytes(spec, num_tokens)
-    for shape in set(map(spec.config.delta_shape, range(spec.config.num_layers))):
-        if shape is not None:
-            each, fixed = _delta_bytes(shape, spec.options.dtype, block_tokens)
-            attention = max(attention, each + fixed / num_tokens)
+    for shape, runs in _delta_rules(spec).items():
+        each, fixed = _delta_bytes(shape, spec.options.dtype, block_tokens, runs)
+        attention = max(attention, each + fixed / num_tokens)
     # The MLP's arrays are free again when attention's gradient begins.
     freed = _MLP_KEEPS * _mlp_bytes(spec)
     kept = max(0.0, freed - found.recomputed)
@@ -437,9 +443,28 @@ def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     return most / num_tokens
 
 
+def _delta_rules(spec: DecoderSpec) -> dict[DeltaShape, DeltaImplementation]:
+    """Returns the sizes of gated delta rules, and what is to run them.
+
+    For a device that is not here, the packages can be missing. Then it is the plain
+    rule, which takes more memory.
+    """
+    config, is_here = spec.config, importlib.util.find_spec("triton") is not None
+
+    def runs(shape: DeltaShape) -> DeltaImplementation:
+        reason = triton_delta_unsupported(spec.options.dtype, shape)
+        return "triton" if reason is None and is_here else "xla"
+
+    shapes = map(config.delta_shape, range(config.num_layers))
+    return {shape: runs(shape) for shape in shapes if shape is not None}
+
+
 @functools.lru_cache(maxsize=16)
 def _delta_bytes(
-    shape: DeltaShape, dtype: jnp.dtype, block_tokens: int
+    shape: DeltaShape,
+    dtype: jnp.dtype,
+    block_tokens: int,
+    implementation: DeltaImplementation,
 ) -> tuple[float, float]:
     """Bytes of the gradient of a gated delta rule: per token, and for any number.
 
@@ -448,18 +473,24 @@ def _delta_bytes(
     """
     few = block_tokens * max(1, _TRACED_TOKENS // block_tokens)
     less, more = (
-        _compiled_delta_bytes(shape, dtype, num, block_tokens) for num in (few, 2 * few)
+        _compiled_delta_bytes(shape, dtype, num, block_tokens, implementation)
+        for num in (few, 2 * few)
     )
     each = (more - less) / few
     return each, less - each * few
 
 
 def _compiled_delta_bytes(
-    shape: DeltaShape, dtype: jnp.dtype, num_tokens: int, block_tokens: int
+    shape: DeltaShape,
+    dtype: jnp.dtype,
+    num_tokens: int,
+    block_tokens: int,
+    implementation: DeltaImplementation,
 ) -> int:
     """Bytes of the gradient of a gated delta rule, as reported by the compiler.
 
-    The rule is plain JAX, for which the compiler of any device is good enough.
+    That of any device is good enough: it gives room to the arrays between kernels, and
+    the kernels need none.
     """
     heads = shape.num_value_heads
 
@@ -472,14 +503,18 @@ def _compiled_delta_bytes(
     def gradient(given, weights, segment_ids, dout):
         def run(given: DeltaInputs) -> jax.Array:
             return packed_gated_delta(
-                given, weights, shape, segment_ids, block_tokens=block_tokens
+                given,
+                weights,
+                shape,
+                segment_ids,
+                block_tokens=block_tokens,
+                implementation=implementation,
             )
 
         return jax.vjp(run, given)[1](dout)
 
-    found = (
-        jax.jit(gradient)
-        .lower(
+    with interpreted(_no_kernel):
+        lowered = jax.jit(gradient).lower(
             DeltaInputs(rows(shape.mixed_features), rows(heads), rows(heads)),
             DeltaWeights(
                 array(shape.mixed_features, shape.conv_width),
@@ -489,10 +524,13 @@ def _compiled_delta_bytes(
             jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
             rows(heads, shape.value_dim),
         )
-        .compile()
-        .memory_analysis()
-    )
+    found = lowered.compile().memory_analysis()
     return found.temp_size_in_bytes if found else 0
+
+
+def _no_kernel(*arguments: Any) -> NoReturn:
+    """Stands for kernels in a program that never runs."""
+    raise AssertionError(f"{arguments} in a program that is only compiled")
 
 
 def _mask_bytes(spec: DecoderSpec) -> int:

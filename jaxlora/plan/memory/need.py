@@ -14,8 +14,10 @@ class MemoryNeed:
     Attributes:
         base_bytes: Frozen weights, or the device's part of them.
         adapter_bytes: Adapters with their optimizer state and gradients.
-        step_bytes: The rest of a training step; 0: it is not known.
-        tokens: Tokens of a microbatch.
+        step_bytes: The rest of a training step, or the copies while a checkpoint is
+            taken if these need more.
+        tokens: Tokens of a microbatch; 0: the training step is not known, and
+            `step_bytes` are those of a checkpoint.
         where: The devices, as what follows a number of bytes; empty if there is one.
         available: Memory that there is; None: it is not known.
         has_references: Whether `adapter_bytes` has adapters that are references.
@@ -46,12 +48,11 @@ class MemoryNeed:
         """
         tightest = found.tightest(tokens)
         stage = found.stages[tightest]
-        step = stage.total_bytes(tokens) - stage.resident_bytes if tokens else 0
         slots = stages.spec.slots
         return MemoryNeed(
             base_bytes=stage.base_bytes,
             adapter_bytes=stage.adapter_bytes,
-            step_bytes=step,
+            step_bytes=stage.total_bytes(tokens) - stage.resident_bytes,
             tokens=tokens,
             where=stages.describe(tightest),
             available=available,
@@ -72,10 +73,15 @@ class MemoryNeed:
         """Lists the parts, for errors."""
         parts = f"base {format_bytes(self.base_bytes)}"
         parts += f", adapters {format_bytes(self.adapter_bytes)}"
+        step = f"a training step of {self.tokens} tokens"
         if not self.tokens:
-            return parts
-        step = format_bytes(self.step_bytes)
-        return f"{parts}, a training step of {self.tokens} tokens {step}"
+            step = "their copies while a checkpoint is taken"
+        return f"{parts}, {step} {format_bytes(self.step_bytes)}"
+
+    @property
+    def subject(self) -> str:
+        """Names what cures would make fit, as an object of a sentence."""
+        return "it" if self.tokens else "weights and adapters, without a training step,"
 
 
 class DoesNotFitError(ConfigError):

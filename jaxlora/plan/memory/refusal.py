@@ -38,7 +38,8 @@ def refusal(
             *_capacity_cures(plan, found, limit),
             *cures,
         ]
-    advice = "One of these would make it fit:\n- " + "\n- ".join(cures)
+    need = MemoryNeed.of(stages, found, tokens, available)
+    advice = f"One of these would make {need.subject} fit:\n- " + "\n- ".join(cures)
     if not cures:
         also = " More devices, along fsdp, stage or tensor, might too."
         advice = (
@@ -46,7 +47,6 @@ def refusal(
             "slot_rank would make it fit; together they might."
         )
         advice += also if stages.sizes.num_devices > 1 else ""
-    need = MemoryNeed.of(stages, found, tokens, available)
     text = (
         f"{why}this run needs {format_bytes(need.total_bytes)}{need.where} "
         f"({need.describe_parts()}), and there are {format_bytes(limit)} "

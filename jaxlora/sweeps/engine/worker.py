@@ -116,8 +116,10 @@ def train(begin: m.Begin, link: Link, driver: _Driver) -> int:
 
     config = RunConfig.model_validate(begin.run)
     take_free_gpus(gathers=config.may_gather)
+    from jaxlora.common.heap import keep_freed_memory
     from jaxlora.device_check import start_backend
 
+    keep_freed_memory()
     start_backend()
     from jaxlora.sweeps.engine.group_control import GroupControl
     from jaxlora.train.trainer import RunTrainer

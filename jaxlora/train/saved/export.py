@@ -33,7 +33,7 @@ from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.errors import AdapterError, CheckpointError
 from jaxlora.hf.files import tokenizer_files
 from jaxlora.models.structure import module_prefix
-from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, TOKENIZER, begun_record
+from jaxlora.run.folder import ADAPTERS, CHECKPOINTS, RUN_FILE, TOKENIZER, begun_record
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_run import RunRecord
 from jaxlora.train.saved.read_checkpoint import (
@@ -177,6 +177,11 @@ def check_out(
         raise CheckpointError(
             f"{out} is inside {run_dir}, the run's own folder, which only the run "
             "itself writes to. Choose a place outside."
+        )
+    if place.name == ADAPTERS and (place.parent / RUN_FILE).is_file():
+        raise CheckpointError(
+            f"{out} has the adapters of another run, which only that run writes to. "
+            "Choose another place."
         )
     for name in names:
         if place / name in (run, *run.parents):

@@ -9,6 +9,9 @@ from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_seconds
 from jaxlora.costs.work import Work, head_work, layer_work
 from jaxlora.errors import ConfigError
+from jaxlora.models.registry import model_config
+from jaxlora.pallas_kernels.device import planned_for
+from jaxlora.plan.memory.planned import TRACED_ON
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
 H200 = find_speed("NVIDIA H200")
@@ -50,6 +53,26 @@ def test_a_window_bounds_the_work_of_attention():
     assert work[0].both.flops > work[1].both.flops
     short = decoder_seconds(decoder(config), H200, mean_tokens=32)
     assert short[1] == short[2]
+
+
+def test_kernels_of_the_gated_delta_rule_take_less_time():
+    config = model_config(
+        {
+            "model_type": "qwen3_5_text",
+            "vocab_size": 64,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+    here = layer_work(decoder(config), 0, 400.0)
+    with planned_for(TRACED_ON):
+        there = layer_work(decoder(config), 0, 400.0)
+    assert there.forward.flops == here.forward.flops
+    assert there.both.memory_bytes < 0.5 * here.both.memory_bytes
 
 
 def test_recomputation_adds_to_the_backward_pass():

@@ -12,7 +12,7 @@ import jaxlora
 from jaxlora.errors import ConfigError
 from jaxlora.fuse import api, measure
 from jaxlora.fuse.api import FuseOptions, trace_call
-from jaxlora.fuse.measure import Stopwatch
+from jaxlora.fuse.measure import SiteTimer
 from jaxlora.pallas_kernels import BACKENDS
 from tests.jaxlora.fuse.reference_backend import NAME, REFERENCE, reference  # noqa: F401
 from tests.jaxlora.fuse.row_functions import SWIGLU
@@ -48,12 +48,12 @@ class Clock:
         self.now += self.each
         return self.seconds.pop(0)
 
-    def stopwatch(self, limit=100.0):
-        return Stopwatch(limit, timer=self.time_call, clock=lambda: self.now)
+    def site_timer(self, limit=100.0):
+        return SiteTimer(limit, timer=self.time_call, clock=lambda: self.now)
 
 
-def choose(stopwatch, function=SWIGLU, arguments=None, implementation="auto"):
-    options = FuseOptions(implementation, stopwatch)
+def choose(site_timer, function=SWIGLU, arguments=None, implementation="auto"):
+    options = FuseOptions(implementation, site_timer)
     arguments = arguments or SWIGLU.arguments()
     return trace_call(function, options, (), arguments).rewritten.choices
 
@@ -80,7 +80,7 @@ def _not_compiled(monkeypatch):
 )
 def test_the_fastest_is_taken(seconds, way):
     clock = Clock(*seconds)
-    choices = choose(clock.stopwatch())
+    choices = choose(clock.site_timer())
     assert clock.called == 3
     for choice in choices:
         assert choice.seconds == dict(zip((XLA, LINEARS, BOTH), seconds, strict=True))
@@ -90,7 +90,7 @@ def test_the_fastest_is_taken(seconds, way):
 
 def test_a_back_end_that_is_named_is_not_compared_with_xla():
     clock = Clock(5.0, 6.0)
-    assert taken(choose(clock.stopwatch(), implementation=NAME)) == [LINEARS] * 2
+    assert taken(choose(clock.site_timer(), implementation=NAME)) == [LINEARS] * 2
     assert clock.called == 2
 
 
@@ -105,25 +105,25 @@ def test_parts_that_are_alike_are_timed_once():
         return SWIGLU(lora, frozen, SWIGLU(lora, frozen, x))
 
     clock = Clock(9.0, 7.0, 5.0)
-    stopwatch = clock.stopwatch()
-    assert taken(choose(stopwatch, two)) == [BOTH] * 4
-    assert taken(choose(stopwatch)) == [BOTH] * 2
+    site_timer = clock.site_timer()
+    assert taken(choose(site_timer, two)) == [BOTH] * 4
+    assert taken(choose(site_timer)) == [BOTH] * 2
     assert clock.called == 3
     clock.seconds = [4.0, 5.0, 6.0]
     arguments = SWIGLU.arguments()
     arguments["x"] = jnp.concatenate([arguments["x"]] * 2)
-    assert taken(choose(stopwatch, arguments=arguments)) == [XLA] * 2
+    assert taken(choose(site_timer, arguments=arguments)) == [XLA] * 2
 
 
 def test_nothing_is_kept_for_another_function():
-    choose(Clock(9.0, 7.0, 5.0).stopwatch())
+    choose(Clock(9.0, 7.0, 5.0).site_timer())
     other = Clock(4.0, 5.0, 6.0)
-    assert taken(choose(other.stopwatch())) == [XLA] * 2 and other.called == 3
+    assert taken(choose(other.site_timer())) == [XLA] * 2 and other.called == 3
 
 
 def test_the_rule_decides_when_the_time_is_used_up():
     clock = Clock(9.0, 8.0, each=2.0)
-    choices = choose(clock.stopwatch(limit=3.0))
+    choices = choose(clock.site_timer(limit=3.0))
     assert clock.called == 2 and taken(choices) == [LINEARS] * 2
     for choice in choices:
         assert not choice.seconds
@@ -137,10 +137,10 @@ def test_time_of_compiling_counts(monkeypatch):
         clock.now += 2.0
 
     monkeypatch.setattr(measure, "_lowered", lower)
-    stopwatch = clock.stopwatch(6.0)
-    assert not any(choice.seconds for choice in choose(stopwatch))
+    site_timer = clock.site_timer(6.0)
+    assert not any(choice.seconds for choice in choose(site_timer))
     assert not clock.called
-    choose(stopwatch)  # nothing is left, and nothing more is compiled
+    choose(site_timer)  # nothing is left, and nothing more is compiled
     assert clock.now == 6.0
 
 
@@ -178,7 +178,7 @@ def numbered(monkeypatch):
 def test_ways_are_compiled_at_the_same_time_and_timed_alone(numbered):
     compiler = Compiler(together=3)
     numbered(compiler)
-    choice, _ = choose(Stopwatch(100.0, timer=compiler.time_call))
+    choice, _ = choose(SiteTimer(100.0, timer=compiler.time_call))
     assert [*choice.seconds.values()] == [9.0, 8.0, 7.0]
 
 
@@ -186,13 +186,13 @@ def test_a_way_that_does_not_compile_is_an_error(numbered):
     compiler = Compiler(together=3, fails=(1,))
     numbered(compiler)
     with pytest.raises(ValueError, match="way 1 does not compile"):
-        choose(Stopwatch(100.0, timer=compiler.time_call))
+        choose(SiteTimer(100.0, timer=compiler.time_call))
 
 
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="several processes"):
-        choose(Clock().stopwatch())
+        choose(Clock().site_timer())
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, float("nan"), float("inf")])
@@ -204,7 +204,7 @@ def test_a_limit_that_is_no_time_is_refused(seconds):
 def test_explain_prints_measured_times(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     clock = Clock(9e-3, 7e-3, 5e-3)
-    monkeypatch.setattr(api, "Stopwatch", lambda limit: clock.stopwatch(limit))
+    monkeypatch.setattr(api, "SiteTimer", lambda limit: clock.site_timer(limit))
     fused = jaxlora.fuse(SWIGLU, measure_seconds=60)
     explained = jaxlora.explain(fused, **SWIGLU.arguments())
     assert [site.computed_by for site in explained.sites] == [BOTH] * 2
@@ -223,7 +223,7 @@ def test_programs_compute_the_same_while_a_function_is_traced(monkeypatch):
         return float(len(seen))
 
     def run(arguments):
-        choice, _ = choose(Stopwatch(100.0, timer=time_call), DROPPED, arguments)
+        choice, _ = choose(SiteTimer(100.0, timer=time_call), DROPPED, arguments)
         assert len(seen) == len(choice.seconds) == 3
         return arguments["x"]
 

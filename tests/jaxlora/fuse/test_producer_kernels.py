@@ -10,7 +10,7 @@ import pytest
 import jaxlora
 from jaxlora.fuse import measure
 from jaxlora.fuse.api import FuseOptions, trace_call
-from jaxlora.fuse.measure import Stopwatch
+from jaxlora.fuse.measure import SiteTimer
 from tests.jaxlora.fuse.row_functions import SWIGLU
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import mosaic_kernels
@@ -64,7 +64,7 @@ def test_ways_are_timed_while_a_function_is_traced(monkeypatch):
     traced = lambda p: jax.eval_shape(p.function, p.values, p.gradients)
     monkeypatch.setattr(measure, "_lowered", traced)
     monkeypatch.setattr(measure, "compile_program", lambda _: None)
-    options = FuseOptions("mosaic", Stopwatch(100.0, timer=lambda *_: 1.0))
+    options = FuseOptions("mosaic", SiteTimer(100.0, timer=lambda *_: 1.0))
 
     def linear(lora, frozen, x):
         normed, own = BLOCK.made(x, frozen["gain"]), lora["l0"]

@@ -52,12 +52,15 @@ def exported(tmp_path) -> pathlib.Path:
     )
 
 
-def test_other_parts_are_skipped_and_said(caplog):
+@pytest.mark.parametrize(
+    ("case", "others", "own"), [("mistral3", 15, 21), ("gemma3_images", 23, 41)]
+)
+def test_other_parts_are_skipped_and_said(case, others, own, caplog):
     with caplog.at_level(logging.INFO):
-        checkpoint = open_checkpoint(BASE)
-    assert "not read: 15 tensors of other parts (multi_modal_" in caplog.text
+        checkpoint = open_checkpoint(BASE.parent / case)
+    assert f"not read: {others} tensors of other parts (multi_modal_" in caplog.text
     checkpoint.check()
-    assert len(checkpoint.files) == 21
+    assert len(checkpoint.files) == own
 
 
 def test_names_in_a_peft_folder(exported):
@@ -113,3 +116,16 @@ def test_the_text_of_a_qwen3_5_is_found_beside_vision_and_further_tokens(tmp_pat
     assert whole.params.keys() == alone.params.keys()
     for path, array in alone.params.items():
         np.testing.assert_array_equal(whole.params[path], array)
+
+
+def test_further_tokens_of_a_text_model_are_skipped_and_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    text = BASE.parent / "qwen3_5"
+    (tmp_path / "config.json").write_bytes((text / "config.json").read_bytes())
+    weights = read(text) | {"mtp.norm.weight": np.ones(3, np.float32)}
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(weights, path, {"format": "pt"})
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.check()
+    assert checkpoint.files.keys() == read(text).keys()
+    assert "not read: 1 tensor of other parts (mtp.norm.weight" in caplog.text

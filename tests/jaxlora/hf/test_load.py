@@ -194,8 +194,12 @@ def test_folders_without_files(folder):
     with pytest.raises(ModelError, match=match):
         load_model(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"has no config.json, so it is not a Hugging"):
+    with pytest.raises(ModelError, match=r"has no config.json, .* checkpoint\.$"):
         load_model(folder)
+    for file, what in (("run.json", "a run"), ("adapter_config.json", "an adapter")):
+        (folder / file).write_text("{}")
+        with pytest.raises(ModelError, match=f"It is {what}: its base belongs here"):
+            load_model(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])

@@ -109,9 +109,10 @@ def test_rotary_positions_of_ministral():
     assert read("ministral3", rope_parameters=given).rope.growth == 0
 
 
+@pytest.mark.parametrize("family", ["glm", "glm4"])
 @pytest.mark.parametrize("more", [{}, {"rope_scaling": YARN}])
-def test_rotary_positions_of_glm(more):
-    rope = read("glm4", **more).rope
+def test_rotary_positions_of_glm(family, more):
+    rope = read(family, **more).rope
     assert rope.num_rotated(128) == 64
     assert isinstance(rope.scaling, YarnScaling) == bool(more)
 

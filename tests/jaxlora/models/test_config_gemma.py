@@ -39,6 +39,22 @@ def test_gemma_3_has_the_defaults_of_transformers():
     assert config.tie_embeddings and not config.qkv_bias
 
 
+def test_gemma_3_with_images_has_the_defaults_of_its_text_model():
+    text = {"model_type": "gemma3_text", "sliding_window": 1024}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    whole = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    whole |= {"vision_config": {"hidden_size": 1152}, "mm_tokens_per_image": 256}
+    config = model_config(whole)
+    assert (config.vocab_size, config.hidden_size, config.num_heads) == (
+        262208,
+        2304,
+        8,
+    )
+    assert (config.intermediate_size, config.num_layers) == (9216, 26)
+    assert config.tie_embeddings and config.layer_windows[:6] == (*[1024] * 5, None)
+    assert config.rope.scaling == LinearRopeScaling(factor=8.0)
+
+
 def test_a_cap_of_null_is_no_cap():
     config = model_config(
         GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
@@ -89,11 +105,6 @@ def test_gemma_3_rope_in_both_spellings():
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        (
-            {"model_type": "gemma3", "text_config": {}},
-            "model_type='gemma3': the text model is one part of the checkpoint.* save "
-            "the text model alone, as a Gemma3ForCausalLM",
-        ),
         ({"model_type": "gemma"}, r"model_type='gemma'\. Supported: llama, .*gemma2"),
         ({"hidden_activation": "gelu"}, "='gelu'; only 'gelu_pytorch_tanh' is suppor"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True, wh"),

@@ -49,6 +49,7 @@ HYBRID = (
 OTHER_LINEARS = {
     "phi3": FUSED,
     "qwen3_moe": OF_EXPERTS,
+    "glm": (*LINEARS[:4], *FUSED[2:]),
     "qwen2_moe": (
         *OF_EXPERTS,
         *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),

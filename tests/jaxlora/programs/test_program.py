@@ -237,10 +237,13 @@ def test_one_line_says_how_long_programs_took(kept, caplog):
         caplog.clear()
         programs = make(what="first"), make(what="second")
         prepared = [one.prepare(*arguments(8 * n)) for n, one in enumerate(programs, 1)]
+        prepared[0].compiled()  # as a run does that reads its memory
+        assert prepared[0].waited > 0
         finish(prepared)
         finish(prepared)
         (line,) = caplog.messages
-        assert line.startswith(f"{verb} 2 programs, waited ") and "first " in line
+        waited = sum(one.waited for one in prepared)
+        assert line.startswith(f"{verb} 2 programs, waited {waited:.1f} s (first ")
 
 
 def under_way(is_done: bool) -> Prepared:

@@ -325,6 +325,7 @@ def test_a_file_or_a_link_in_the_way(run, tmp_path, kind, overwrite):
         ("run/adapters", "inside .*, the run's own folder"),
         ("run/new/folder", "inside .*, the run's own folder"),
         ("linked/adapters", "inside .*, the run's own folder"),
+        ("other/adapters", "has the adapters of another run"),
         ("run/run.json", "is no folder"),
         ("run/run.json/below", "inside .*, the run's own folder"),
         ("nowhere", "is no folder"),
@@ -335,6 +336,8 @@ def test_places_that_are_refused(run, tmp_path, out, message):
     (tmp_path / "linked").symlink_to(run)
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     (tmp_path / "taken").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
     before = contents(run)
     for overwrite in (False, True):
         is_refused(run, tmp_path / out, message, overwrite=overwrite)

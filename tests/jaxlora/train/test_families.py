@@ -35,6 +35,7 @@ FAMILIES = (
     "glm4",
     "granite4",
     "qwen3_5",
+    "glm",
 )
 BLOCKS = ("qwen3_moe", "qwen3_5")  # with blocks of their own
 MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5")

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlora.config import RunConfig
+from jaxlora.models.config import DeltaShape
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.triton_gated_delta import DeltaImplementation
+from jaxlora.plan.memory.estimate import _delta_bytes
 from jaxlora.plan.memory.footprint import Footprint
 from jaxlora.plan.stages import MeshStages, estimated_footprint, measured_footprint
 from jaxlora.programs.program import Prepared
@@ -94,6 +97,15 @@ def test_a_step_of_layers_of_two_kinds(remat):
     )
     estimated, measured = estimated_and_measured(spec, 1024)
     assert 0.7 * measured < estimated < 1.4 * measured
+
+
+def test_the_kernels_of_the_gated_delta_rule_need_less_memory():
+    shape = DeltaShape(
+        num_key_heads=1, num_value_heads=2, key_dim=32, value_dim=32, conv_width=4
+    )
+    rules: tuple[DeltaImplementation, ...] = ("xla", "triton")
+    plain, kernels = (_delta_bytes(shape, jnp.dtype("float16"), 64, x) for x in rules)
+    assert kernels[0] < 0.8 * plain[0]
 
 
 @fused.only_where_it_runs
