@@ -71,8 +71,7 @@ def check_experts(
                 out_features=p.b.shape[2],
                 rank=p.a.shape[2],
                 block_tokens=TILE_TOKENS,
-                is_of_experts=True,  # a quantized w reaches no back end
-            ),
+            ),  # no quantized w reaches a back end
         )
     _check_mesh(backend)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords, mask_words
 from jaxlora.pallas_kernels.expert_rows import RowPlan
@@ -215,3 +215,12 @@ def _mask_source(
         return dropout.words
     own = dropout.given_key()[None], blocks.slot, dropout.token_index
     return mask_words(*own, num_features)[0]
+
+
+def weigh(
+    rows: Float[Array, "T R"], row_weights: Float[Array, " T"] | None
+) -> Float[Array, "T R"]:
+    """Multiplies rows by weights, if there are any; keeps the dtype."""
+    if row_weights is None:
+        return rows
+    return (rows * row_weights[:, None]).astype(rows.dtype)

@@ -141,7 +141,6 @@ class LinearShape:
         block_tokens: Rows of a token block, T / NB.
         weight_format: Format of a quantized w, a name in `FORMATS`; None: w is not
             quantized.
-        is_of_experts: Whether w is a stack of experts' weights, chosen by row.
     """
 
     dtype: DTypeLike
@@ -150,4 +149,3 @@ class LinearShape:
     rank: int
     block_tokens: int
     weight_format: str | None = None
-    is_of_experts: bool = False

@@ -45,6 +45,7 @@ from jaxlora.pallas_kernels.operands import (
     Term,
     make_operands,
     padded_rank,
+    weigh,
 )
 from jaxlora.pallas_kernels.parts import Parts
 from jaxlora.pallas_kernels.projection import RANK_STEP, Projection
@@ -156,17 +157,13 @@ def backward(
         return _fp8_backward(dy, x, weights, s, given, ranks)
     settings, blocks, masks = given.settings, given.blocks, _masks(given)
 
-    def weighted(narrow):
-        if row_weights is None:
-            return narrow
-        return (narrow * row_weights[:, None]).astype(narrow.dtype)
-
     made, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []
         made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
-        outers.append(outer_work(dy_i, [weighted(s[i])], *unmasked, transposed=True))
-    narrow = [*map(weighted, made)]
+        s_i = weigh(s[i], row_weights)
+        outers.append(outer_work(dy_i, [s_i], *unmasked, transposed=True))
+    narrow = [weigh(one, row_weights) for one in made]
     outers.append(outer_work(x, narrow, settings, blocks, masks, transposed=False))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)

@@ -119,8 +119,6 @@ def unsupported(shape: LinearShape) -> str | None:
     """Returns why these kernels cannot run such a linear here, or None if they can."""
     if (reason := unsupported_device()) is not None:
         return reason
-    if shape.is_of_experts:
-        return "it has no kernels for experts"
     if shape.weight_format == Fp8Weight.format:
         return "its kernels have no products with fp8 weights"
     return unsupported_linear(shape, multiple=_ALIGNED_FEATURES)

@@ -17,6 +17,7 @@ from jaxlora.pallas_kernels import (
     Gate,
     GivenMask,
     Int8Weight,
+    Mxfp4Weight,
     Nf4Weight,
     Projection,
     combine_rows,
@@ -29,8 +30,9 @@ from jaxlora.pallas_kernels import (
 )
 from jaxlora.pallas_kernels.experts import of_rows
 from tests.oracle import relative_error
-from tests.pallas_kernels.fused import mosaic_kernels
+from tests.pallas_kernels.fused import back_ends, mosaic_kernels
 
+BACK_ENDS = back_ends()
 RATES = 0.0, 0.4
 GAINS = DoraGain(gain=jnp.ones((10, 48)), is_used=jnp.ones(10, bool))
 
@@ -290,20 +292,22 @@ def test_other_adapters_change_no_bit():
         assert_same_bits(own(problem, results(other)), together)
 
 
-def test_mosaic_has_the_contracts_and_the_values_of_the_definition():
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_kernels_have_the_contracts_and_the_values_of_the_definition(name):
     """Blocks of padding, which the kernels do not write, hold anything."""
+    fused = BACK_ENDS[name]
     sizes = {"num_experts": 3, "unused": (1,), "k": 1, "rates": RATES, "bias": True}
-    problem = experts((0, 1, -1), **sizes, dtype=jnp.bfloat16)
+    problem = experts((0, 1, -1), **sizes, dtype=fused.dtype)
     wanted = results(problem, combined=True)
-    options = {"implementation": "mosaic", "combined": True}
-    with mosaic_kernels():
+    options = {"implementation": fused.implementation, "combined": True}
+    with fused.kernels():
         got = results(problem, **options)
         beside_nan = results(with_nan(problem), **options)
     assert_close(got, wanted, 4e-3)
     assert_same_bits(own(problem, beside_nan), own(problem, got))
 
 
-@pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight])
+@pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight, Mxfp4Weight])
 def test_a_quantized_stack_has_the_bits_of_its_dequantized_weights(weight):
     problem = experts((0, 1), num_experts=3, features=(64, (64,)), w_transposed=True)
     (one,) = problem.projections
