@@ -251,6 +251,8 @@ class Family:
             None: it can.
         composite: The model of which it is the text part; None: it is by itself.
         others: Starts of names of tensors in checkpoints that are of other parts.
+        renamed: Regular expressions for parts of names of tensors in checkpoints, and
+            what stands here in their place; the first that is found counts.
     """
 
     model_type: str
@@ -261,11 +263,16 @@ class Family:
     undivided: str | None = None
     composite: Composite | None = None
     others: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def text_name(self, name: str) -> str | None:
         """Returns the name of a tensor of a checkpoint here; None: it is not read."""
         if name.startswith(self.others):
             return None
+        for part, own in self.renamed:
+            name, is_renamed = re.subn(part, own, name, count=1)
+            if is_renamed:
+                break
         return name if self.composite is None else self.composite.text_name(name)
 
     @property

@@ -15,6 +15,7 @@ from jaxlora.models.hf_config import HfConfig, refuse_unread
 from jaxlora.models.llama import Llama
 from jaxlora.models.ministral import MISTRAL3, Ministral3
 from jaxlora.models.mistral import Mistral
+from jaxlora.models.mixtral import Mixtral
 from jaxlora.models.mixture import Mixture
 from jaxlora.models.olmo import Olmo2, Olmo3
 from jaxlora.models.olmoe import Olmoe
@@ -46,6 +47,7 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Glm,
         Qwen2Moe,
         Olmoe,
+        Mixtral,
     )
 }
 # Models of which the text is one part.

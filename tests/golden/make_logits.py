@@ -771,7 +771,7 @@ CASES = {
             "intermediate_size": 20,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "num_experts": 9,
+            "num_experts": 8,
             "num_experts_per_tok": 3,
             "norm_topk_prob": False,
             "output_router_logits": False,
@@ -781,6 +781,24 @@ CASES = {
             "tie_word_embeddings": False,
         },
         {"norm_topk_prob": True},
+    ),
+    "mixtral": (
+        {
+            **V4,
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "intermediate_size": 20,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.02,
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+        {"num_experts_per_tok": 2},
     ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
@@ -809,7 +827,10 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise *= 0.5
         if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
-        weights |= unfused(name, noise) if "experts" in name else {name: noise}
+        parts = unfused(name, noise) if "experts" in name else {name: noise}
+        if config.model_type == "mixtral":
+            parts = {_mixtral_name(key): part for key, part in parts.items()}
+        weights |= parts
     file = folder / "model.safetensors"
     safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)
@@ -830,6 +851,14 @@ def hub_name(name: str) -> str:
     if name.startswith("lm_head."):
         return f"language_model.{name}"
     return name.removeprefix("model.")
+
+
+def _mixtral_name(name: str) -> str:
+    """Returns the name on the hub of a tensor of a Mixtral."""
+    for own, other in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        if ".experts." in name:
+            name = name.replace(own, other)
+    return name.replace(".mlp.", ".block_sparse_moe.")
 
 
 def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -959,10 +988,11 @@ def make(name: str, seed: int) -> None:
     narrow = logits_of(folder, sequences[1], torch.bfloat16)
     arrays["bfloat16_error_1"] = np.abs(narrow - logits[1]).max()
     np.savez(folder / "logits.npz", **arrays)
-    if "num_experts" in config:
+    has_experts = bool(config.get("num_experts_per_tok"))
+    if has_experts:
         for tokens in sequences:
             check_choices(folder, tokens)
-    if "num_experts" in config or "linear_conv_kernel_dim" in config:
+    if has_experts or "linear_conv_kernel_dim" in config:
         write_lora(folder, sequences[0], seed)
     for change in changes:
         write_config(folder, {**config, **change})

@@ -168,7 +168,6 @@ def kernels_unsupported(
             rank=spec.slots.rank_of(is_of_experts=linear.experts is not None),
             block_tokens=block_tokens,
             weight_format=spec.options.weight_format(path),
-            is_of_experts=linear.experts is not None,
         )
         if (reason := backend.unsupported(shape)) is not None:
             return reason

@@ -55,6 +55,7 @@ OTHER_LINEARS = {
         *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
     ),
     "olmoe": OF_EXPERTS,
+    "mixtral": OF_EXPERTS,
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
@@ -75,6 +76,7 @@ MORE = {
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
     "olmoe": FEW,
+    "mixtral": FEW,
     "granitemoehybrid": DENSE,
 }
 
