@@ -96,8 +96,8 @@ class RunConfig(BaseSettings):
             predicted to train fastest with the microbatches that fit beside it.
         layers_per_program: Layers of the decoder that each compiled program runs.
             Layers that are alike share one, so that a deep model takes as long to
-            compile as a few of its layers. `auto` chooses it for deep models on one
-            device.
+            compile as a few of its layers. `auto` chooses it for deep models on meshes
+            without `fsdp` and `stage`.
         implementation: Which LoRA kernels run: `mosaic` (Hopper), `triton` (NVIDIA
             GPUs from Ampere on) or `xla` (anywhere);
             `auto` takes the first back end of `pallas_kernels.BACKENDS` that can run

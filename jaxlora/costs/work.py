@@ -12,9 +12,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import DeltaShape, ModelConfig
+from jaxlora.models.config import DeltaShape
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
+from jaxlora.modules.attention import WideHeads
+from jaxlora.modules.banded_attention import band_tokens
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
 from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
@@ -42,6 +44,9 @@ _TRITON_DELTA = _DeltaWaits(5.6, 3.6)  # 0.47 and 1.67 ms
 # are not known here.
 _MICROBATCH_TOKENS = 16384
 _MICROBATCH_SLOTS = 4
+# Traffic per score of plain XLA's attention, forward: in float32 to memory, three times
+# from there for the softmax, and the weights in bfloat16. It was not measured.
+_SCORE_BYTES = 20
 _LOGIT_BYTES = 16  # traffic per logit: in float32 to the loss, in bfloat16 to the head
 
 
@@ -177,17 +182,31 @@ def _mixing_passes(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[
     """Work of the part of a layer in which rows see other rows."""
     shape = spec.config.delta_shape(layer)
     if shape is None:
-        forward = _attention_work(spec.config, layer, mean_tokens)
+        forward = _attention_work(spec, layer, mean_tokens)
         # The backward pass computes the scores again; then four products, not two.
-        return Passes(forward=forward, backward=Work(flops=2.5 * forward.flops))
+        backward = Work(
+            flops=2.5 * forward.flops, memory_bytes=2.5 * forward.memory_bytes
+        )
+        return Passes(forward=forward, backward=backward)
     return _delta_passes(shape, spec.options.dtype)
 
 
-def _attention_work(config: ModelConfig, layer: int, mean_tokens: float) -> Work:
-    """Work of the scores and of the weighted values; a token sees half its sample."""
+def _attention_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Work:
+    """Work of the scores and of the weighted values; a token sees half its sample.
+
+    Where plain XLA runs wide heads beside kernels for the others, it also computes what
+    the masks of a band hide, and puts scores into memory.
+    """
+    config, options = spec.config.at_layer(layer), spec.options
     window = config.layer_windows[layer]
-    keys = mean_tokens / 2 if window is None else min(mean_tokens / 2, window)
-    return Work(flops=4 * config.query_features * keys)
+    if options.wide_heads != WideHeads(config.head_dim, "xla"):
+        keys = mean_tokens / 2 if window is None else min(mean_tokens / 2, window)
+        return Work(flops=4 * config.query_features * keys)
+    keys = band_tokens(options.max_segment_tokens, window)
+    return Work(
+        flops=4 * config.query_features * keys,
+        memory_bytes=_SCORE_BYTES * config.num_heads * keys,
+    )
 
 
 def _delta_passes(shape: DeltaShape, dtype: jnp.dtype) -> Passes[Work]:
@@ -216,7 +235,7 @@ def _delta_passes(shape: DeltaShape, dtype: jnp.dtype) -> Passes[Work]:
 
 def _elementwise_work(spec: DecoderSpec, layer: int) -> Work:
     """Memory traffic of norms, residual sums, rotary positions and the activation."""
-    config = spec.config
+    config = spec.config.at_layer(layer)
     width, experts = config.hidden_size, config.expert_shape(layer)
     elements = 10 * width + 3 * config.intermediate_size
     if experts is not None:  # each copy is gathered, and added to its token
@@ -237,7 +256,8 @@ def _remat_work(
     if spec.options.remat == "none":
         return Work()
     if spec.options.remat == "elementwise":
-        is_fused = spec.options.attention != "xla"
+        heads = spec.config.at_layer(layer)
+        is_fused = spec.options.attention_of(heads.head_dim) != "xla"
         is_fused |= spec.config.delta_shape(layer) is not None
         return elementwise if is_fused else elementwise + attention
     made = list(linears(spec.config, layer).values())

@@ -62,7 +62,24 @@ class UnroundedYarnScaling(YarnScaling):
     """The same, blended from the exact ends of the ramp, not from whole pairs."""
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | YarnScaling
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProportionalScaling:
+    """Short waves alone (`rope_type: proportional`): the other features never turn.
+
+    Attributes:
+        share: Share of the features that turn, the first ones of each half of a head.
+    """
+
+    share: float
+
+
+RopeScaling = (
+    Llama3RopeScaling
+    | LinearRopeScaling
+    | LongRopeScaling
+    | YarnScaling
+    | ProportionalScaling
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,6 +390,24 @@ class ModelConfig:
     def logit_multiplier(self) -> float:
         """Factor of the logits."""
         return 1.0
+
+    def at_layer(self, layer: int) -> Self:
+        """Returns the model with the heads of one layer, where layers differ in them.
+
+        `head_dim` and `num_kv_heads` are those of layers with a window otherwise.
+        """
+        del layer
+        return self
+
+    def divided(self, tensor: int) -> Self:
+        """Returns the part of the model that each of `tensor` devices runs."""
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // tensor,
+            num_kv_heads=max(1, self.num_kv_heads // tensor),
+            intermediate_size=self.intermediate_size // tensor,
+            vocab_size=self.vocab_size // tensor,
+        )
 
     def layer_kind(self, layer: int) -> Hashable:
         """Returns a value that layers with weights of the same shapes share."""

@@ -181,6 +181,7 @@ class Decoder(nnx.Module):
             segment_ids=segment_ids,
             lengths=self.options.lengths,
             implementation=self.options.attention,
+            wide_heads=self.options.wide_heads,
         )
         layers = {i: self.layers[str(i)] for i in self._numbers}
         remat, fsdp = self.options.remat, self.options.fsdp

@@ -402,7 +402,12 @@ class HfConfig(pydantic.BaseModel):
         given = {"rope_theta": theta, **self.rope_scaling, **self.rope_parameters}
         return read_rope(given), None
 
-    def ropes_by_type(self, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+    def ropes_by_type(
+        self,
+        theta: float,
+        local_theta: float,
+        kinds: Mapping[str, type[DefaultRope]] = ROPES,
+    ) -> tuple[Rope, Rope]:
         """Returns the rotary positions of layers without a window, and with one.
 
         Version 4 of transformers scales the former alone, and version 5 has an object
@@ -411,6 +416,7 @@ class HfConfig(pydantic.BaseModel):
         Args:
             theta: Base of the frequencies of layers without a window.
             local_theta: Base of those of layers with a window.
+            kinds: The keys of each `rope_type` that the family has.
         """
         given = self.rope_parameters
         if unread := given.keys() - {FULL, SLIDING}:
@@ -426,7 +432,7 @@ class HfConfig(pydantic.BaseModel):
                 "config.json has truncate=false for one type of layer, where "
                 f"transformers does not read it for {self.model_type}. Remove it."
             )
-        return read_rope(full), read_rope(sliding)
+        return read_rope(full, kinds), read_rope(sliding, kinds)
 
     def layer_windows(self) -> Windows:
         """Returns the attention window of each layer; None for a layer without one."""

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.modules.attention import AttentionImplementation
+from jaxlora.modules.attention import AttentionImplementation, WideHeads
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.objectives.table import NEXT_TOKEN
 
@@ -27,6 +27,8 @@ class DecoderOptions:
             norm, or the whole layer.
         implementation: Name of the LoRA kernels' back end.
         attention: Implementation of attention.
+        wide_heads: Attention of layers with wider heads than the others; None: there
+            are none, or `attention` runs them, too.
         max_segment_tokens: Upper bound on the length of packed samples.
         mean_segment_tokens: Mean length of the samples of the job with the shortest
             samples, or less. cuDNN attention has room for one and a half times the
@@ -52,6 +54,7 @@ class DecoderOptions:
     remat: Remat = "none"
     implementation: str = "xla"
     attention: AttentionImplementation = "xla"
+    wide_heads: WideHeads | None = None
     max_segment_tokens: int
     mean_segment_tokens: int = 64
     fsdp: int = 1
@@ -71,6 +74,13 @@ class DecoderOptions:
         """Returns the format of a linear's weight; None if it is not quantized."""
         base = self.base_format
         return base.name if base is not None and base.quantizes(path) else None
+
+    def attention_of(self, head_dim: int) -> AttentionImplementation:
+        """Returns the implementation of attention for heads of this size."""
+        wide = self.wide_heads
+        if wide is None or wide.features != head_dim:
+            return self.attention
+        return wide.implementation
 
     @property
     def lengths(self) -> SegmentLengths:

@@ -8,6 +8,7 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.gemma import GEMMA3, Gemma2, Gemma3
+from jaxlora.models.gemma4 import GEMMA4, Gemma4
 from jaxlora.models.glm import Glm, Glm4
 from jaxlora.models.granite import Granite
 from jaxlora.models.granite4 import Granite4
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Granite4,
         Qwen35,
         Glm,
+        Gemma4,
         Qwen2Moe,
         Olmoe,
         Mixtral,
@@ -52,7 +54,7 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
 }
 # Models of which the text is one part.
 COMPOSITES: Mapping[str, Composite] = {
-    x.model_type: x for x in (MISTRAL3, QWEN3_5, GEMMA3)
+    x.model_type: x for x in (MISTRAL3, QWEN3_5, GEMMA3, GEMMA4)
 }
 _EXPERTS = (
     "num_experts",

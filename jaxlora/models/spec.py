@@ -209,8 +209,21 @@ class DecoderSpec:
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """The adapter tables that share an array: those of one kind in all layers."""
-        layers = {i: linears(self.config, i) for i in self.layer_numbers}
+        layers = {i: self._stack_names(i) for i in self.layer_numbers}
         return stacks_of(layers, self.shapes(nnx.LoRAParam))
+
+    def _stack_names(self, layer: int) -> dict[LayerLinear, str]:
+        """Returns the linears of a layer, and the names of their stacks.
+
+        Those of another size than in the first layer have stacks of their own.
+        """
+        first, names = linears(self.config), {}
+        for name, own in linears(self.config, layer).items():
+            other, sizes = first.get(name, own), (own.in_features, own.out_features)
+            is_alike = sizes == (other.in_features, other.out_features)
+            kind = self.config.layer_kind(layer)  # sizes of a device's part are others
+            names[own] = name if is_alike else f"{name}[{kind}]"
+        return names
 
     @functools.cached_property
     def linears_of_stacks(self) -> dict[str, tuple[int, ...]]:

@@ -48,33 +48,39 @@ class Stack:
 
 
 def stacks_of(
-    layers: Mapping[int, Mapping[str, LayerLinear]], tables: Collection[str]
+    layers: Mapping[int, Mapping[LayerLinear, str]], tables: Collection[str]
 ) -> tuple[Stack, ...]:
     """Returns the stacks of the tables of these layers.
 
     Args:
-        layers: The linears of each layer by name, by its number.
+        layers: For each layer, by its number, the linears and the names of their
+            stacks, which linears of other sizes do not share.
         tables: Dotted paths of the tables that programs take.
     """
     stacks = []
-    names = {name: x for linears in layers.values() for name, x in linears.items()}
-    for name, linear in names.items():
+    linears: dict[str, list[tuple[str, LayerLinear]]] = {}
+    for i, names in layers.items():
+        for linear, stack in names.items():
+            linears.setdefault(stack, []).append((f"layers.{i}", linear))
+    for stack, members in linears.items():
         for tensor in trained_tensors():
-            paths = {i: tensor_path(f"layers.{i}.{name}", tensor) for i in layers}
-            here = [i for i, path in paths.items() if path in tables]
+            own = {tensor_path(f"{at}.{x.name}", tensor): (at, x) for at, x in members}
+            here = {path: place for path, place in own.items() if path in tables}
             if not here:
                 continue
-            stack = Stack(
-                name=tensor_path(name, tensor),
-                paths=tuple(
-                    tensor_path(f"layers.{i}.{own}", tensor)
-                    for i in here
-                    for own in linear.names
-                ),
-                modules=tuple(paths[i] for i in here),
-                num_experts=None if linear.experts is None else linear.experts.number,
+            paths = [
+                tensor_path(f"{at}.{name}", tensor)
+                for at, linear in here.values()
+                for name in linear.names
+            ]
+            experts = members[0][1].experts
+            found = Stack(
+                name=tensor_path(stack, tensor),
+                paths=tuple(paths),
+                modules=tuple(here),
+                num_experts=None if experts is None else experts.number,
             )
-            stacks.append(stack)
+            stacks.append(found)
     outside = (path for path in OUTSIDE_LINEARS if path in tables)
     return *stacks, *(Stack(name=x, paths=(x,), modules=(x,)) for x in outside)
 

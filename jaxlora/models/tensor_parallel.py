@@ -19,8 +19,6 @@ References:
     Megatron-LM, arXiv 1909.08053, section 3.
 """
 
-import dataclasses
-
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import kinds_of_linears
@@ -55,11 +53,20 @@ def check_divides(
                 f"tensor={tensor} does not divide {name}={size} of the model. Choose a "
                 "tensor that does, or divide the weights along fsdp."
             )
-    if config.num_kv_heads % tensor and tensor % config.num_kv_heads:
+    kv_heads = config.num_kv_heads
+    if kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
-            f"tensor={tensor} and num_key_value_heads={config.num_kv_heads}: one must "
-            "be a multiple of the other, so that each device has whole heads. Choose "
-            "such a tensor, or divide the weights along fsdp."
+            f"tensor={tensor} and num_key_value_heads={kv_heads}: one must be a "
+            "multiple of the other, so that each device has whole heads. Choose such a "
+            "tensor, or divide the weights along fsdp."
+        )
+    layers = map(config.at_layer, range(config.num_layers))
+    numbers = sorted({layer.num_kv_heads for layer in layers})
+    if len(numbers) > 1 and any(number % tensor for number in numbers):
+        raise ValueError(
+            f"tensor={tensor}, and layers of the model have {numbers} key-value heads: "
+            "it must divide all of them. Choose such a tensor, or divide the weights "
+            "along fsdp."
         )
     if base_format is not None and tensor > 1:
         _check_blocks(config, tensor, base_format)
@@ -90,10 +97,4 @@ def part_config(config: ModelConfig, tensor: int) -> ModelConfig:
     """Returns the decoder that each device runs; see `check_divides`."""
     if tensor == 1:
         return config
-    return dataclasses.replace(
-        config,
-        num_heads=config.num_heads // tensor,
-        num_kv_heads=max(1, config.num_kv_heads // tensor),
-        intermediate_size=config.intermediate_size // tensor,
-        vocab_size=config.vocab_size // tensor,
-    )
+    return config.divided(tensor)

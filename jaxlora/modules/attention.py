@@ -1,6 +1,6 @@
 """Causal attention over packed rows."""
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,19 @@ from jaxlora.modules.scoring import PLAIN, Scoring
 from jaxlora.modules.triton_attention import triton_attention
 
 AttentionImplementation = Literal["xla", "cudnn", "triton"]
+
+
+class WideHeads(NamedTuple):
+    """Attention of the layers whose heads are wider than those of the others.
+
+    Attributes:
+        features: Features of their heads.
+        implementation: Their implementation of attention.
+    """
+
+    features: int
+    implementation: AttentionImplementation
+
 
 # The product of two smaller values, summed over head_dim, is finite in float32. Larger
 # values could give infinity for a masked pair of rows, and 0 * infinity is NaN.

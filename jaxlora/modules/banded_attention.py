@@ -37,8 +37,7 @@ def banded_attention(
     """
     t, num_heads, _ = q.shape
     block = math.gcd(t, _MAX_BLOCK_Q)
-    reach = min(max_segment_tokens, scoring.window or max_segment_tokens, t)
-    band = min(t, block + -(-(reach - 1) // block) * block)
+    band = min(t, band_tokens(min(max_segment_tokens, t), scoring.window, block))
     num_blocks = t // block
     group = _group(num_blocks, block * band * num_heads * 4)
 
@@ -71,6 +70,20 @@ def banded_attention(
         once = jax.checkpoint(lambda group: attend(*group))
         out = jax.lax.map(once, (firsts, blocks, own))
     return out.reshape(q.shape)
+
+
+def band_tokens(
+    max_segment_tokens: int, window: int | None, block: int = _MAX_BLOCK_Q
+) -> int:
+    """Returns the keys with which each query of a block is compared.
+
+    Args:
+        max_segment_tokens: Upper bound on the length of a segment.
+        window: How many rows back a row sees, itself included; None: all.
+        block: Queries of a block.
+    """
+    reach = min(max_segment_tokens, window or max_segment_tokens)
+    return block + -(-(reach - 1) // block) * block
 
 
 def _group(num_blocks: int, block_bytes: int) -> int:

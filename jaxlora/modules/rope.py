@@ -12,6 +12,7 @@ from jaxlora.models.config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     UnroundedYarnScaling,
     YarnScaling,
@@ -37,6 +38,9 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
             return frequencies / np.asarray(factors, np.float32)
         case YarnScaling() as scaling:
             return _yarn(frequencies, rope.theta, scaling)
+        case ProportionalScaling(share=share):
+            turns = np.arange(len(frequencies)) < int(share * rotated // 2)
+            return np.where(turns, frequencies, np.float32(0))
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:

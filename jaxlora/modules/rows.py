@@ -13,7 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import DeltaShape, GrowingRope, ModelConfig, Rope
-from jaxlora.modules.attention import AttentionImplementation, packed_attention
+from jaxlora.modules.attention import (
+    AttentionImplementation,
+    WideHeads,
+    packed_attention,
+)
 from jaxlora.modules.cached_attention import LayerCache, cached_attention
 from jaxlora.modules.gated_delta import (
     DeltaCache,
@@ -53,11 +57,14 @@ def layer_ropes(config: ModelConfig, positions: Int[Array, " T"]) -> LayerRopes:
         positions: Position of each row in its own sequence.
     """
 
-    def table(rope: Rope) -> RopeTable:
-        return rope_table(positions, rope, config.head_dim)
+    def table(rope: Rope, *, of_windows: bool) -> RopeTable:
+        kinds = [window is not None for window in config.layer_windows]
+        layer = kinds.index(of_windows) if of_windows in kinds else 0
+        return rope_table(positions, rope, config.at_layer(layer).head_dim)
 
-    local = None if config.local_rope is None else table(config.local_rope)
-    rope, queries = table(config.rope), None
+    local = config.local_rope
+    local = None if local is None else table(local, of_windows=True)
+    rope, queries = table(config.rope, of_windows=False), None
     if isinstance(config.rope, GrowingRope):
         queries = query_table(rope, positions, config.rope)
     return LayerRopes(rope, local, queries)
@@ -121,12 +128,16 @@ class PackedRows(Rows):
         segment_ids: Segment of each row; negative for padding.
         lengths: Lengths of the segments. They are sizes of the program, not values.
         implementation: Implementation of attention.
+        wide_heads: Attention of layers with wider heads; None: `implementation`, too.
     """
 
     segment_ids: Int[Array, " T"]
     lengths: SegmentLengths = dataclasses.field(metadata={"static": True})
     implementation: AttentionImplementation = dataclasses.field(
         default="xla", metadata={"static": True}
+    )
+    wide_heads: WideHeads | None = dataclasses.field(
+        default=None, metadata={"static": True}
     )
 
     def for_layer(self, layer: int) -> "PackedRows":
@@ -135,6 +146,9 @@ class PackedRows(Rows):
 
     def attend(self, q, k, v, scoring):
         """Runs `packed_attention`."""
+        implementation, wide = self.implementation, self.wide_heads
+        if wide is not None and wide.features == q.shape[-1]:
+            implementation = wide.implementation
         return packed_attention(
             q,
             k,
@@ -142,7 +156,7 @@ class PackedRows(Rows):
             self.segment_ids,
             lengths=self.lengths,
             scoring=scoring,
-            implementation=self.implementation,
+            implementation=implementation,
         )
 
     def mix(self, given, weights, shape):

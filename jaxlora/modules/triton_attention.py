@@ -19,6 +19,7 @@ from jaxlora.pallas_kernels.triton.target import (
 )
 
 _MAX_HEAD_DIM = 256
+_WIDE_HEAD_DIM = 512
 _MAX_ELEMENTS = 2**31  # offsets inside a segment are int32
 
 
@@ -36,8 +37,12 @@ class Tiles(NamedTuple):
     keys: Tile
 
 
-def _tile(queries: int, keys: int, num_warps: int, num_stages: int) -> Tile:
+def _tile(
+    queries: int, keys: int, num_warps: int, num_stages: int, part: int | None = None
+) -> Tile:
     sizes = {"QUERIES": queries, "KEYS": keys}
+    if part is not None:
+        sizes["PART"] = part
     return Tile(sizes=sizes, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -47,11 +52,18 @@ TILES = {
     64: Tiles(_tile(64, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
     128: Tiles(_tile(64, 32, 4, 2), _tile(64, 32, 4, 3), _tile(64, 64, 8, 1)),
     256: Tiles(_tile(64, 32, 8, 2), _tile(32, 32, 4, 2), _tile(32, 32, 8, 2)),
+    # Products are added up over a part of the features.
+    512: Tiles(
+        _tile(32, 32, 8, 2, 32), _tile(32, 32, 8, 1, 32), _tile(32, 32, 8, 1, 32)
+    ),
 }
 # For code of 8.0 these are faster, where they are given.
 TILES_80 = {
     64: Tiles(_tile(128, 64, 4, 2), _tile(64, 32, 4, 2), _tile(16, 64, 4, 3)),
     128: Tiles(_tile(128, 64, 8, 2), _tile(64, 64, 4, 2), _tile(64, 64, 8, 2)),
+    512: Tiles(
+        _tile(32, 32, 8, 2, 64), _tile(32, 32, 8, 2, 64), _tile(32, 32, 8, 1, 64)
+    ),
 }
 
 
@@ -83,8 +95,12 @@ def triton_unsupported(*, dtype: Any, head_dim: int) -> str | None:
         return reason
     if (reason := unsupported_dtype(dtype)) is not None:
         return reason
-    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
+    is_small = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
+    if not is_small and head_dim != _WIDE_HEAD_DIM:
+        return (
+            f"head_dim {head_dim} is neither a multiple of 8 up to {_MAX_HEAD_DIM} nor "
+            f"{_WIDE_HEAD_DIM}"
+        )
     return None
 
 
@@ -183,6 +199,7 @@ class Kernels(NamedTuple):
                 "HK": kv_heads,
                 "E": e,
                 "EP": padded_dim(e),
+                "PART": padded_dim(e),  # unless the tile has one
                 "WINDOW": 0 if window is None or window >= t else window,
                 "SCALE": self.scoring.scale_of(e),
                 "CAP": self.scoring.softcap or 0.0,

@@ -207,7 +207,10 @@ def _layers_per_program(config: RunConfig, spec: DecoderSpec) -> int | None:
             "program then"
         )
     if asked == "auto":
-        return None if why or config.num_devices > 1 else chosen_layers(spec)
+        # Of each program, the first layer's weights would be gathered with nothing
+        # beside it.
+        is_whole = why or sizes.fsdp > 1 or config.replica_shapes
+        return None if is_whole else chosen_layers(spec)
     if why:
         raise ConfigError(
             f"layers_per_program: {asked} is not supported, as {why}. Set auto, or at "

@@ -17,7 +17,6 @@ import math
 import os
 import pickle
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -484,7 +483,6 @@ def serve_all(handles: list[int]) -> None:
     """
     # JAX warns of its threads, of which it starts none before it asks for devices.
     warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
     own, *others = handles
     for handle in others:
         if os.fork() == 0:

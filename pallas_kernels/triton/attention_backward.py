@@ -18,6 +18,7 @@ from jaxlora.pallas_kernels.triton.attention_rows import (
     load_rows,
     spans_of_keys,
     store_rows,
+    wide_products,
 )
 
 
@@ -56,11 +57,14 @@ def _query_steps(
     dout,
     lse,
     delta,
+    q_ptr,
+    dout_ptr,
     k_ptr,
     v_ptr,
     queries,
     length,
     span,
+    H: tl.constexpr,
     HK: tl.constexpr,
     E: tl.constexpr,
     EP: tl.constexpr,
@@ -68,20 +72,35 @@ def _query_steps(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     KEYS: tl.constexpr,
+    PART: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds tiles of keys to the gradient of queries; `span` as in `_forward_steps`."""
+    """Adds tiles of keys to the gradient of queries.
+
+    `span`, and when q and dout are unused, as in `_forward_steps`.
+    """
     begin, before, count, later = span
     for i in range(0, count):
         first = tl.where(i < before, begin, later - before * KEYS) + i * KEYS
         keys = first + tl.arange(0, KEYS)
         k = load_rows(k_ptr, keys, length, HK * E, E, EP, not MASKED)
-        v = load_rows(v_ptr, keys, length, HK * E, E, EP, not MASKED)
+        if PART == EP:
+            v = load_rows(v_ptr, keys, length, HK * E, E, EP, not MASKED)
         seen = None
         if MASKED:
             seen = is_seen(queries[:, None], keys[None, :], WINDOW)
-        raw = tl.dot(q, tl.trans(k))
-        dp = tl.dot(dout, tl.trans(v))
+        if PART < EP:
+            raw = wide_products(
+                q_ptr, queries, k_ptr, keys, length, i, H * E, HK * E, E, PART,
+                not MASKED,
+            )  # fmt: skip
+            dp = wide_products(
+                dout_ptr, queries, v_ptr, keys, length, i, H * E, HK * E, E, PART,
+                not MASKED,
+            )  # fmt: skip
+        else:
+            raw = tl.dot(q, tl.trans(k))
+            dp = tl.dot(dout, tl.trans(v))
         _, ds = _weights_and_gradient(
             raw, lse[:, None], dp, delta[:, None], seen, SCALE, CAP
         )
@@ -116,6 +135,7 @@ def attention_query_gradient(
     CAP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Computes the gradient of queries, T H E, and the sums of out * dout, H T.
 
@@ -142,17 +162,21 @@ def attention_query_gradient(
         out = tl.where(sound[:, None], out.to(tl.float32), 0.0)
         delta = tl.sum(out * dout.to(tl.float32), 1)
         tl.store(delta_ptr + head * T + start + queries, delta, mask=inside)
-        q = load_rows(q_ptr + q_at, queries, length, H * E, E, EP, False)
+        q = 0
+        if PART == EP:
+            q = load_rows(q_ptr + q_at, queries, length, H * E, E, EP, False)
         dq = tl.zeros((QUERIES, EP), tl.float32)
         segment = tl.load(segment_ptr + row)
         whole, part = spans_of_keys(first, length, segment, WINDOW, QUERIES, KEYS)
         dq = _query_steps(
-            dq, q, dout, lse, delta, k_ptr + kv_at, v_ptr + kv_at, queries, length,
-            whole, HK, E, EP, WINDOW, SCALE, CAP, KEYS, False,
+            dq, q, dout, lse, delta, q_ptr + q_at, dout_ptr + q_at, k_ptr + kv_at,
+            v_ptr + kv_at, queries, length, whole,
+            H, HK, E, EP, WINDOW, SCALE, CAP, KEYS, PART, False,
         )  # fmt: skip
         dq = _query_steps(
-            dq, q, dout, lse, delta, k_ptr + kv_at, v_ptr + kv_at, queries, length,
-            part, HK, E, EP, WINDOW, SCALE, CAP, KEYS, True,
+            dq, q, dout, lse, delta, q_ptr + q_at, dout_ptr + q_at, k_ptr + kv_at,
+            v_ptr + kv_at, queries, length, part,
+            H, HK, E, EP, WINDOW, SCALE, CAP, KEYS, PART, True,
         )  # fmt: skip
         store_rows(dq_ptr + q_at, queries, length, dq * SCALE, H * E, E, EP)
 
@@ -163,6 +187,8 @@ def _key_steps(
     state,
     k,
     v,
+    k_ptr,
+    v_ptr,
     q_ptr,
     dout_ptr,
     lse_ptr,
@@ -171,18 +197,20 @@ def _key_steps(
     length,
     span,
     H: tl.constexpr,
+    HK: tl.constexpr,
     E: tl.constexpr,
     EP: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     QUERIES: tl.constexpr,
+    PART: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds tiles of queries to the gradients of keys and values.
 
-    Queries beyond the segment are zero, and so add nothing. `span` is as in
-    `_forward_steps`, for queries.
+    Queries beyond the segment are zero, and so add nothing. `span`, for queries, and
+    when k and v are unused, as in `_forward_steps`.
     """
     dk, dv = state
     begin, before, count, later = span
@@ -198,8 +226,16 @@ def _key_steps(
         seen = None
         if MASKED:
             seen = is_seen(queries[None, :], keys[:, None], WINDOW)
-        raw = tl.dot(k, tl.trans(q))
-        dp = tl.dot(v, tl.trans(dout))
+        if PART < EP:
+            raw = wide_products(
+                k_ptr, keys, q_ptr, queries, length, i, HK * E, H * E, E, PART, False
+            )
+            dp = wide_products(
+                v_ptr, keys, dout_ptr, queries, length, i, HK * E, H * E, E, PART, False
+            )
+        else:
+            raw = tl.dot(k, tl.trans(q))
+            dp = tl.dot(v, tl.trans(dout))
         weights, ds = _weights_and_gradient(
             raw, lse[None, :], dp, delta[None, :], seen, SCALE, CAP
         )
@@ -234,6 +270,7 @@ def attention_key_gradient(
     CAP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Computes the gradients of keys and values, T HK E.
 
@@ -250,8 +287,10 @@ def attention_key_gradient(
         keys = first + tl.arange(0, KEYS)
         base = start.to(tl.int64)
         kv_at = (base * HK + kv_head) * E
-        k = load_rows(k_ptr + kv_at, keys, length, HK * E, E, EP, False)
-        v = load_rows(v_ptr + kv_at, keys, length, HK * E, E, EP, False)
+        k, v = 0, 0
+        if PART == EP:
+            k = load_rows(k_ptr + kv_at, keys, length, HK * E, E, EP, False)
+            v = load_rows(v_ptr + kv_at, keys, length, HK * E, E, EP, False)
         dk = tl.zeros((KEYS, EP), tl.float32)
         dv = tl.zeros((KEYS, EP), tl.float32)
         # Queries in [first, after) and [whole, end) see the keys in part.
@@ -268,16 +307,16 @@ def attention_key_gradient(
             q_at = (base * H + head) * E
             at = head * T + start
             dk, dv = _key_steps(
-                (dk, dv), k, v, q_ptr + q_at, dout_ptr + q_at, lse_ptr + at,
-                delta_ptr + at, keys, length,
+                (dk, dv), k, v, k_ptr + kv_at, v_ptr + kv_at, q_ptr + q_at,
+                dout_ptr + q_at, lse_ptr + at, delta_ptr + at, keys, length,
                 (after, middle, middle, after),
-                H, E, EP, WINDOW, SCALE, CAP, QUERIES, False,
+                H, HK, E, EP, WINDOW, SCALE, CAP, QUERIES, PART, False,
             )  # fmt: skip
             dk, dv = _key_steps(
-                (dk, dv), k, v, q_ptr + q_at, dout_ptr + q_at, lse_ptr + at,
-                delta_ptr + at, keys, length,
+                (dk, dv), k, v, k_ptr + kv_at, v_ptr + kv_at, q_ptr + q_at,
+                dout_ptr + q_at, lse_ptr + at, delta_ptr + at, keys, length,
                 (first, before, masked, whole),
-                H, E, EP, WINDOW, SCALE, CAP, QUERIES, True,
+                H, HK, E, EP, WINDOW, SCALE, CAP, QUERIES, PART, True,
             )  # fmt: skip
         store_rows(dk_ptr + kv_at, keys, length, dk * SCALE, HK * E, E, EP)
         store_rows(dv_ptr + kv_at, keys, length, dv, HK * E, E, EP)

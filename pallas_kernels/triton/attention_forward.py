@@ -16,6 +16,7 @@ from jaxlora.pallas_kernels.triton.attention_rows import (
     load_rows,
     spans_of_keys,
     store_rows,
+    wide_products,
 )
 
 
@@ -24,11 +25,13 @@ from jaxlora.pallas_kernels.triton.attention_rows import (
 def _forward_steps(
     state,
     q,
+    q_ptr,
     k_ptr,
     v_ptr,
     queries,
     length,
     span,
+    H: tl.constexpr,
     HK: tl.constexpr,
     E: tl.constexpr,
     EP: tl.constexpr,
@@ -36,12 +39,14 @@ def _forward_steps(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     KEYS: tl.constexpr,
+    PART: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds tiles of keys to (sum of weighted values, maximum, sum of weights).
 
     `span` is (first key, number of tiles before a jump, number of tiles, key to jump
-    to). The maximum is that of the scores before their factor.
+    to). The maximum is that of the scores before their factor. `q` is the tile of
+    queries, which is unused if only a PART of the features is multiplied at once.
     """
     FACTOR: tl.constexpr = LOG2_E if CAP > 0 else LOG2_E * SCALE
     acc, top, total = state
@@ -49,8 +54,15 @@ def _forward_steps(
     for i in range(0, count):
         first = tl.where(i < before, begin, later - before * KEYS) + i * KEYS
         keys = first + tl.arange(0, KEYS)
-        k = load_rows(k_ptr, keys, length, HK * E, E, EP, not MASKED)
-        scores = capped(tl.dot(q, tl.trans(k)), SCALE, CAP)
+        if PART < EP:
+            raw = wide_products(
+                q_ptr, queries, k_ptr, keys, length, i, H * E, HK * E, E, PART,
+                not MASKED,
+            )  # fmt: skip
+        else:
+            k = load_rows(k_ptr, keys, length, HK * E, E, EP, not MASKED)
+            raw = tl.dot(q, tl.trans(k))
+        scores = capped(raw, SCALE, CAP)
         if MASKED:
             seen = is_seen(queries[:, None], keys[None, :], WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -91,6 +103,7 @@ def attention_forward(
     CAP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Computes the output, T H E, and log2 of the softmax's sum, H T.
 
@@ -110,7 +123,9 @@ def attention_forward(
         base = start.to(tl.int64)
         q_at = (base * H + head) * E
         kv_at = (base * HK + head // (H // HK)) * E
-        q = load_rows(q_ptr + q_at, queries, length, H * E, E, EP, False)
+        q = 0
+        if PART == EP:
+            q = load_rows(q_ptr + q_at, queries, length, H * E, E, EP, False)
         acc = tl.zeros((QUERIES, EP), tl.float32)
         top = tl.full((QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
@@ -118,12 +133,12 @@ def attention_forward(
         whole, part = spans_of_keys(first, length, segment, WINDOW, QUERIES, KEYS)
         state = acc, top, total
         state = _forward_steps(
-            state, q, k_ptr + kv_at, v_ptr + kv_at, queries, length, whole,
-            HK, E, EP, WINDOW, SCALE, CAP, KEYS, False,
+            state, q, q_ptr + q_at, k_ptr + kv_at, v_ptr + kv_at, queries, length,
+            whole, H, HK, E, EP, WINDOW, SCALE, CAP, KEYS, PART, False,
         )  # fmt: skip
         state = _forward_steps(
-            state, q, k_ptr + kv_at, v_ptr + kv_at, queries, length, part,
-            HK, E, EP, WINDOW, SCALE, CAP, KEYS, True,
+            state, q, q_ptr + q_at, k_ptr + kv_at, v_ptr + kv_at, queries, length,
+            part, H, HK, E, EP, WINDOW, SCALE, CAP, KEYS, PART, True,
         )  # fmt: skip
         acc, top, total = state
         total = tl.where(total > 0, total, 1.0)  # padding sees nothing

@@ -20,6 +20,7 @@ Arguments of all kernels, beside the arrays of rows, heads and features:
     SCALE: Factor of the products of queries and keys.
     CAP: Bound of the scaled scores; 0: there is none.
     QUERIES, KEYS: Rows of a tile of queries, and of keys; one divides the other.
+    PART: Features of a head that are multiplied at once, see `wide_products`; EP: all.
 """
 
 import typing
@@ -69,6 +70,47 @@ def load_rows(
     if WHOLE:
         return tl.load(at, mask=(features < E)[None, :], other=0.0)
     return tl.load(at, mask=_inside(rows, length, E, EP), other=0.0)
+
+
+@triton.jit
+@typing.no_type_check
+def wide_products(
+    x_ptr,
+    x_rows,
+    y_ptr,
+    y_rows,
+    length,
+    step,
+    X_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr,
+    E: tl.constexpr,
+    PART: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Returns the products of all pairs of rows of x and y, for wide heads.
+
+    Whole tiles would fill the registers, so parts of both are loaded in each step, also
+    of the one that the caller's loop does not change.
+
+    Args:
+        x_ptr, y_ptr: The heads' features in the first row of the segment.
+        x_rows, y_rows: Rows, counted from there.
+        length: Number of rows of the segment.
+        step: Number of the step of the caller's loop.
+        X_ROW, Y_ROW: Elements of a row, all heads together.
+        E, PART: Features of a head, and of a part.
+        WHOLE: Whether all rows of y are known to be inside.
+    """
+    # Otherwise the compiler would load all of x before the loop, which has fewer steps.
+    # It adds whole rows, so that the loads are still known to be aligned.
+    x_ptr = x_ptr + (step >> 30) * X_ROW
+    total = tl.zeros((x_rows.shape[0], y_rows.shape[0]), tl.float32)
+    for part in tl.static_range(E // PART):
+        at = part * PART
+        x = load_rows(x_ptr + at, x_rows, length, X_ROW, PART, PART, False)
+        y = load_rows(y_ptr + at, y_rows, length, Y_ROW, PART, PART, WHOLE)
+        total = tl.dot(x, tl.trans(y), total)
+    return total
 
 
 @triton.jit

@@ -12,9 +12,10 @@ logits.npz, which holds of two sequences of unequal lengths, each computed alone
                         layer, which in OLMo is the one after attention
     bfloat16_error_1    largest error of the second one's logits in bfloat16
 
-Those with experts or gated delta nets also have lora.safetensors: a LoRA of rank
-`RANK`, of scaling 1, on each linear of the layers, experts included, and with it the
-first sequence's logits and the gradients of its summed loss by A (r K) and B (N r).
+Those with experts, gated delta nets or keys that are values also have
+lora.safetensors: a LoRA of rank `RANK`, of scaling 1, on each linear of the layers,
+experts included, and with it the first sequence's logits and the gradients of its
+summed loss by A (r K) and B (N r).
 
 transformers reads the same config.json that jaxlora reads; some are in the spelling of
 transformers 4, some in that of version 5.
@@ -86,6 +87,35 @@ GROWING_YARN = {
 V4 = {"torch_dtype": "float32", "transformers_version": "4.46.0"}
 V5 = {"dtype": "float32", "transformers_version": "5.0.0"}
 
+PROPORTIONAL = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+FULL_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-2,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 64,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+    "rope_parameters": PROPORTIONAL,
+}
 GEMMA = {
     "head_dim": 16,
     # transformers ignores hidden_act for these models.
@@ -744,6 +774,58 @@ CASES = {
             },
         },
     ),
+    "gemma4": (
+        {
+            **V5,
+            "architectures": ["Gemma4ForCausalLM"],
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 4.0,
+            # With a tied head, a model like this repeats one token.
+            "tie_word_embeddings": False,
+        },
+        {"rms_norm_eps": 1e-6},
+        {"final_logit_softcapping": None},
+        {"sliding_window": 9},
+        {"rope_parameters": {**PROPORTIONAL, "full_attention": FULL_ROPE}},
+    ),
+    # Other parts are there; layer_types and rotary positions are those of most models.
+    "gemma4_vision": (
+        {
+            **V5,
+            "model_type": "gemma4",
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "audio_config": None,
+            # transformers replaces these tokens, so they are none of the vocabulary.
+            "audio_token_id": 64,
+            "boa_token_id": 65,
+            "boi_token_id": 66,
+            "eoa_token_index": 67,
+            "eoi_token_id": 68,
+            "image_token_id": 69,
+            "video_token_id": 70,
+            "text_config": {
+                **GEMMA4,
+                "num_hidden_layers": 2,
+                "rope_parameters": None,
+                "use_bidirectional_attention": "vision",
+                "final_logit_softcapping": None,
+            },
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "head_dim": 8,
+                "hidden_size": 16,
+                "intermediate_size": 8,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "num_key_value_heads": 2,
+                "patch_size": 4,
+                "position_embedding_size": 8,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2_moe": (
         {
             **V4,
@@ -771,7 +853,7 @@ CASES = {
             "intermediate_size": 20,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "num_experts": 8,
+            "num_experts": 9,
             "num_experts_per_tok": 3,
             "norm_topk_prob": False,
             "output_router_logits": False,
@@ -804,6 +886,8 @@ CASES = {
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
 RANK = 2
+# Configurations with one of these keys get a lora.safetensors.
+WITH_LORA = ("linear_conv_kernel_dim", "attention_k_eq_v")
 
 
 def write_weights(folder: pathlib.Path, seed: int) -> None:
@@ -820,7 +904,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise *= 1.5 * parameter.shape[-1] ** -0.5
         elif name.endswith("norm.weight"):
             # Gemma multiplies by 1 + weight, as Qwen3.5 does but for one norm.
-            adds_one = config.model_type.startswith(("gemma", "qwen3_5"))
+            adds_one = config.model_type.startswith(("gemma2", "gemma3", "qwen3_5"))
             is_offset = adds_one and not name.endswith("linear_attn.norm.weight")
             noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
@@ -831,6 +915,9 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
         if config.model_type == "mixtral":
             parts = {_mixtral_name(key): part for key, part in parts.items()}
         weights |= parts
+    for name in model.state_dict():
+        if name.endswith("layer_scalar"):
+            weights[name] = 1 + 0.3 * torch.randn(1, generator=generator)
     file = folder / "model.safetensors"
     safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)
@@ -992,7 +1079,7 @@ def make(name: str, seed: int) -> None:
     if has_experts:
         for tokens in sequences:
             check_choices(folder, tokens)
-    if has_experts or "linear_conv_kernel_dim" in config:
+    if has_experts or not config.keys().isdisjoint(WITH_LORA):
         write_lora(folder, sequences[0], seed)
     for change in changes:
         write_config(folder, {**config, **change})

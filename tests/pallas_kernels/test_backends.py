@@ -17,7 +17,12 @@ from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape, multi_lora_li
 from tests.oracle import relative_error
 
 ROOT = pathlib.Path(__file__).parents[2]
-ATTENTION = (ROOT / "jaxlora/modules/attention.py",)
+# Files whose `implementation` is that of attention or of the gated delta rule.
+OTHERS = (
+    ROOT / "jaxlora/modules/attention.py",
+    ROOT / "jaxlora/modules/gated_delta.py",
+    ROOT / "tests/jaxlora/modules/test_triton_gated_delta.py",
+)
 SHAPE = LinearShape(
     dtype=jnp.float32, in_features=24, out_features=40, rank=8, block_tokens=16
 )
@@ -26,8 +31,8 @@ SHAPE = LinearShape(
 def compared_names(path: pathlib.Path) -> set[str]:
     """Names of back ends with which a file compares anything.
 
-    Some are also attention implementations and count only beside `implementation`,
-    which in the module of attention is attention's.
+    Some are also implementations of attention, and of the gated delta rule, and count
+    only beside `implementation`, except in `OTHERS`.
     """
     found = set()
     text = path.read_text(encoding="utf-8")
@@ -38,9 +43,7 @@ def compared_names(path: pathlib.Path) -> set[str]:
             constants = (c for c in ast.walk(node) if isinstance(c, ast.Constant))
             names = {c.value for c in constants if isinstance(c.value, str)}
             names &= set(BACKENDS)
-            if names and (
-                path in ATTENTION or "implementation" not in ast.unparse(node)
-            ):
+            if names and (path in OTHERS or "implementation" not in ast.unparse(node)):
                 names -= set(get_args(AttentionImplementation))
             found |= names
     return found

@@ -11,6 +11,7 @@ from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ModelConfig
 from jaxlora.modules.cached_attention import LayerCache
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
+from jaxlora.modules.norm import rms_norm
 from jaxlora.modules.rope import apply_rope, as_halves
 from jaxlora.modules.routing import LinearInput
 from jaxlora.modules.rows import Rows
@@ -31,6 +32,8 @@ class Attention(nnx.Module):
         neighbours: bool = False,
         fused: bool = False,
         gated: bool = False,
+        shares_kv: bool = False,
+        norms_values: bool = False,
     ):
         """Makes the modules.
 
@@ -44,8 +47,13 @@ class Attention(nnx.Module):
                 the other half.
             fused: Whether one linear, `qkv_proj`, makes queries, keys and values.
             gated: Whether `q_proj` makes a gate of the output beside each query.
+            shares_kv: Whether `k_proj` makes the values, too, which are the keys before
+                their norm and rotation.
+            norms_values: Whether each head of the values is normalized, by a norm
+                without a weight.
         """
-        assert not (fused and gated)
+        assert not (fused and (gated or shares_kv))
+        config = config.at_layer(make.number)
         width, q, kv = config.hidden_size, config.query_features, config.kv_features
         read = {"use_bias": config.qkv_bias}
         self.fused = fused
@@ -59,12 +67,14 @@ class Attention(nnx.Module):
                 "self_attn.q_proj", width, (1 + gated) * q, role="column", **read
             )
             self.k_proj = make.linear("self_attn.k_proj", width, kv, **heads)
-            self.v_proj = make.linear("self_attn.v_proj", width, kv, **heads)
+            if not shares_kv:
+                self.v_proj = make.linear("self_attn.v_proj", width, kv, **heads)
         self.o_proj = make.linear(
             "self_attn.o_proj", q, width, role="row", use_bias=config.o_bias
         )
         self.norms, self.rotates, self.neighbours = norms, rotates, neighbours
-        self.gated = gated
+        self.gated, self.shares_kv = gated, shares_kv
+        self.norms_values, self.eps = norms_values, config.rms_eps
         if norms != "none":
             features = (config.head_dim,) * 2 if norms == "head" else (q, kv)
             self.q_norm = make.norm("self_attn.q_norm", features[0])
@@ -79,6 +89,8 @@ class Attention(nnx.Module):
         """The linears that share the input."""
         if self.fused:
             return (self.qkv_proj,)
+        if self.shares_kv:
+            return self.q_proj, self.k_proj
         return self.q_proj, self.k_proj, self.v_proj
 
     def __call__(
@@ -88,8 +100,8 @@ class Attention(nnx.Module):
         if self.fused:
             ends = self.query_features, self.query_features + self.kv_features
             read = jnp.split(read[0], ends, axis=-1)
-        q, k, v = read
-        gate = None
+        q, k, *others = read
+        v, gate = others[0] if others else k, None
         if self.gated:
             heads = q.reshape(len(q), -1, 2 * self.head_dim)
             q, gate = jnp.split(heads, 2, axis=-1)
@@ -98,6 +110,8 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(len(y), -1, self.head_dim) for y in (q, k, v))
         if self.norms == "head":
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.norms_values:
+            v = rms_norm(v, jnp.ones(self.head_dim, v.dtype), self.eps)
         if self.rotates:
             rope = rows.rope(self.scoring)
             if self.neighbours:  # in another order, scores are the same

@@ -37,19 +37,29 @@ class Choice[Name: str]:
 
 
 def describe_choices(
-    kernels: Choice[str], attention: Choice[AttentionImplementation]
+    kernels: Choice[str],
+    attention: Choice[AttentionImplementation],
+    wide: tuple[int, Choice[AttentionImplementation]] | None = None,
 ) -> str:
     """Says in one line on which device a run is, what runs there, and why.
 
     A reason why something else cannot run there is told once.
+
+    Args:
+        kernels: The LoRA kernels.
+        attention: The attention.
+        wide: See `choose_wide_attention`.
     """
-    passed_over = *kernels.passed_over.items(), *attention.passed_over.items()
+    passed_over = [*kernels.passed_over.items(), *attention.passed_over.items()]
     parts = [
         f"device: {describe_device()}",
         f"LoRA kernels: {kernels}",
         f"attention: {attention}",
-        *group_reasons(passed_over),
     ]
+    if wide is not None:
+        parts.append(f"attention of heads of {wide[0]} features: {wide[1]}")
+        passed_over += wide[1].passed_over.items()
+    parts += group_reasons(passed_over)
     return "; ".join(parts)
 
 
@@ -92,6 +102,27 @@ def choose_attention(
 
     names = [one.name for one in ATTENTIONS.values()]
     return _choose("attention", asked, names, why_not)
+
+
+def choose_wide_attention(
+    asked: str, dtype: DTypeLike, model: ModelConfig
+) -> tuple[int, Choice[AttentionImplementation]] | None:
+    """Chooses the attention of layers with wider heads than the others.
+
+    Args:
+        asked: The attention of all layers: `xla`, or else it is chosen for these heads.
+        dtype: Dtype of the activations.
+        model: The model.
+
+    Returns:
+        The features of these heads, and the choice; None: all heads are alike.
+    """
+    layers = map(model.at_layer, range(model.num_layers))
+    widest = max(layers, key=lambda layer: layer.head_dim)
+    if widest.head_dim == model.head_dim:
+        return None
+    asked = asked if asked == "xla" else "auto"
+    return widest.head_dim, choose_attention(asked, dtype, widest)
 
 
 def _choose[Name: str](

@@ -15,6 +15,7 @@ from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import chosen_experts, linear_names, linear_path
 from jaxlora.models.tensor_parallel import part_config
+from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import tensor_settings
@@ -23,6 +24,7 @@ from jaxlora.modules.variants.table import replaces_lora
 from jaxlora.plan.job.kernel_choice import (
     choose_attention,
     choose_kernels,
+    choose_wide_attention,
     describe_choices,
 )
 from jaxlora.plan.job.planned_model import PlannedModel
@@ -59,16 +61,19 @@ def decoder_spec(
     degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]
     part = part_config(model, max(degrees))
     attention = choose_attention(config.attention, dtype, part)
+    wide = choose_wide_attention(config.attention, dtype, part)
     options = DecoderOptions(
         dtype=dtype,
         base_format=planned.base_format,
         remat=config.weakest_remat,
         attention=attention.name,
+        wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
         max_segment_tokens=min(longest, max_tokens),
         objectives=tuple(sorted({job.settings.objective for job in jobs})),
     )
     # Otherwise, other data of the same shapes would be compiled for anew.
-    if ATTENTIONS[attention.name].depends_on_mean:
+    names = {attention.name} | ({wide[1].name} if wide else set())
+    if any(ATTENTIONS[name].depends_on_mean for name in names):
         # Small replicas run the samples that fit there, which are shorter.
         tokens = (one.tokens for one in config.replica_shapes)
         most = min(tokens, default=max_tokens)
@@ -84,7 +89,7 @@ def decoder_spec(
     kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
     options = dataclasses.replace(options, implementation=kernels.name)
     spec = dataclasses.replace(spec, options=options)
-    said = describe_choices(kernels, attention)
+    said = describe_choices(kernels, attention, wide)
     for shape in set(filter(None, map(model.delta_shape, range(model.num_layers)))):
         reason = triton_delta_unsupported(dtype, shape)
         runs = "triton" if reason is None else f"xla; triton cannot run it: {reason}"

@@ -13,7 +13,7 @@ from jax.extend import core as jax_core
 
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import DeltaShape
+from jaxlora.models.config import DeltaShape, ModelConfig
 from jaxlora.models.division import part_shapes
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.options import Remat
@@ -393,18 +393,27 @@ def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
 
     They follow from a formula, or from the compiler where XLA computes attention.
     """
-    scratch = ATTENTIONS[spec.options.attention].scratch_bytes
-    if scratch is None:
-        return _compiled_attention_bytes(spec.with_remat("none"), num_tokens)
-    return scratch(spec.config, spec.options.lengths, num_tokens) / num_tokens
+    config, options, most = spec.config, spec.options, 0.0
+    for heads in set(map(config.at_layer, range(config.num_layers))):
+        name = options.attention_of(heads.head_dim)
+        if (scratch := ATTENTIONS[name].scratch_bytes) is not None:
+            found = scratch(heads, options.lengths, num_tokens) / num_tokens
+        else:
+            given = spec.with_remat("none"), heads, num_tokens
+            found = _compiled_attention_bytes(*given)
+        most = max(most, found)
+    return most
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
+def _compiled_attention_bytes(
+    spec: DecoderSpec, own: ModelConfig, num_tokens: int
+) -> float:
     """Bytes per token of attention's backward pass, as reported by the compiler.
 
     Args:
         spec: The decoder, without recomputation.
+        own: Its model as the layers see it; see `ModelConfig.at_layer`.
         num_tokens: Tokens of a microbatch.
 
     Returns:
@@ -413,18 +422,21 @@ def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     config, options = spec.config, spec.options
 
     def heads(number: int) -> Any:
-        shape = num_tokens, number, config.head_dim
+        shape = num_tokens, number, own.head_dim
         return jax.ShapeDtypeStruct(shape, options.dtype)
 
-    q, k = heads(config.num_heads), heads(config.num_kv_heads)
+    q, k = heads(own.num_heads), heads(own.num_kv_heads)
     segment_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
     run = jax.jit(
         lambda backward, dout: backward(dout),
         compiler_options=training_options(spec),
     )
     most = 0
-    numbers = range(config.num_layers)
-    attending = [i for i in numbers if config.delta_shape(i) is None]
+    attending = [
+        i
+        for i in range(config.num_layers)
+        if config.delta_shape(i) is None and config.at_layer(i) == own
+    ]
     for scoring in {layer_scoring(config, i) for i in attending}:
 
         def forward(q, k, v, segment_ids, scoring=scoring):
@@ -433,7 +445,7 @@ def _compiled_attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
                 segment_ids=segment_ids,
                 lengths=options.lengths,
                 scoring=scoring,
-                implementation=options.attention,
+                implementation=options.attention_of(own.head_dim),
             )
             return jax.vjp(attention, q, k, v)[1]
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import PlannedDevice, planned_for
@@ -20,11 +21,9 @@ def traceable(spec: DecoderSpec, block_tokens: int) -> DecoderSpec:
     Linears that the other kernels cannot run are traced as plain XLA, which keeps more.
     """
     options = spec.options
-    attention = ATTENTIONS[options.attention]
-    if attention.traced_as is not None:
-        attention = ATTENTIONS[attention.traced_as]
-        if attention.unsupported(options.dtype, spec.config) is not None:
-            attention = ATTENTIONS["xla"]
+    attention = _traced(options.attention, spec)
+    if (wide := options.wide_heads) is not None:
+        wide = wide._replace(implementation=_traced(wide.implementation, spec))
     name = get_backend(options.implementation).traced_as
     if name is None:
         name = options.implementation
@@ -33,6 +32,17 @@ def traceable(spec: DecoderSpec, block_tokens: int) -> DecoderSpec:
             why = kernels_unsupported(get_backend(name), spec, block_tokens)
         name = name if why is None else "xla"
     options = dataclasses.replace(
-        options, implementation=name, attention=attention.name
+        options, implementation=name, attention=attention, wide_heads=wide
     )
     return dataclasses.replace(spec, options=options)
+
+
+def _traced(
+    name: AttentionImplementation, spec: DecoderSpec
+) -> AttentionImplementation:
+    """Returns an attention that keeps the same arrays, and can be traced."""
+    traced = ATTENTIONS[name].traced_as
+    if traced is None:
+        return name
+    why_not = ATTENTIONS[traced].unsupported(spec.options.dtype, spec.config)
+    return traced if why_not is None else "xla"

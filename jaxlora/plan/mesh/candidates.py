@@ -7,7 +7,7 @@ from typing import get_args
 
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
-from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
+from jaxlora.costs.gpus import UNKNOWN_DEVICE
 from jaxlora.costs.stages import decoder_seconds
 from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
@@ -196,10 +196,11 @@ class Search:
             base = dataclasses.replace(base, options=stored)
             options = dataclasses.replace(spec.options, base_format=base)
             spec = dataclasses.replace(spec, options=options)
-        speed = self.machine.speed
-        if config.layers_per_program == "auto" and not _hides_calls(
-            spec, bounds, speed
-        ):
+        # Chains were never tried on devices of several processes.
+        is_chain = self.machine.num_processes == 1 and _hides_calls(
+            spec, bounds, self.machine, config.mesh_sizes
+        )
+        if config.layers_per_program == "auto" and not is_chain:
             config = config.replace(layers_per_program=spec.config.num_layers)
         config = config.replace(microbatch_tokens=bounds.max_tokens)
         rates = self.machine.rates(spec, config.network_gbits)
@@ -300,18 +301,22 @@ class Search:
         return Schedule(microbatches=microbatches, limits=plan.config.limits), is_part
 
 
-def _hides_calls(spec: DecoderSpec, bounds: Bounds, speed: DeviceSpeed) -> bool:
-    """Returns whether the device takes longer for a layer's passes than the host.
+def _hides_calls(
+    spec: DecoderSpec, bounds: Bounds, machine: Machine, sizes: MeshSizes
+) -> bool:
+    """Returns whether a device takes longer for a layer's passes than its host.
 
-    If not, a step of a decoder in several programs would wait for the host. A device
-    whose rates are not known is taken to be slow.
+    If not, a step of a decoder in several programs would wait for the host, which is
+    taken to call the programs of its devices one after the other. A device whose rates
+    are not known is taken to be slow.
     """
+    speed = machine.speed
     if speed is UNKNOWN_DEVICE:
         return True
     layers = decoder_seconds(spec, speed, mean_tokens=bounds.sample_tokens)
-    layer = layers[spec.config.num_layers // 2].both
+    layer = layers[spec.config.num_layers // 2].both / sizes.tensor
     seconds = speed.layer_seconds + layer * bounds.max_tokens
-    return seconds >= _CALL_MARGIN * _CALL_SECONDS
+    return seconds >= _CALL_MARGIN * _CALL_SECONDS * sizes.num_devices
 
 
 def _pace_notes(config: RunConfig, num_jobs: int) -> list[Note]:

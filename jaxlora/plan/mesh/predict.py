@@ -50,10 +50,11 @@ _TABLE_SHARE = 0.65
 # took 22 to 26 ms each at the start of runs on an H200 and an H100, and 27 to 36 at
 # their ends and at rungs.
 SLOT_SECONDS = 0.026
-# Time of a row of padding as a share of that of a token, where it was not measured: the
-# fused kernels, attention and the loss skip it, and element-wise work does not. It was
-# 0.24 of Llama-3.2-1B's on an H200, and 0.4 of SmolLM2-135M's.
-_PADDING = 0.3
+# Time of a row of padding as a share of that of a token, where it was not measured, is
+# this over the root of the hidden size: the fused kernels, attention and the loss skip
+# it, and element-wise work does not. 0.4 of SmolLM2-135M's, 0.24 of Llama-3.2-1B's and
+# 0.15 of Llama-3.1-8B's were measured on H200s.
+_PADDING = 10.0
 _NETWORK_SHARE = 0.75  # as between the GPUs of a host; not measured
 
 
@@ -320,7 +321,8 @@ def padding_share(spec: DecoderSpec, rates: Rates) -> tuple[float, str]:
         return rates.profile.padding, "as `jaxlora profile` measured here"
     name = spec.options.implementation
     if get_backend(name).skips_padding:
-        return _PADDING, f"as is usual of {name} kernels; `jaxlora profile` measures it"
+        share = round(min(1.0, _PADDING * spec.config.hidden_size**-0.5), 2)
+        return share, f"as is usual of {name} kernels; `jaxlora profile` measures it"
     return 1.0, f"as {name} kernels do not skip padding"
 
 

@@ -10,6 +10,7 @@ from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_seconds
 from jaxlora.costs.work import Work, head_work, layer_work
 from jaxlora.errors import ConfigError
 from jaxlora.models.registry import model_config
+from jaxlora.modules.attention import WideHeads
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.memory.planned import TRACED_ON
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
@@ -73,6 +74,17 @@ def test_kernels_of_the_gated_delta_rule_take_less_time():
         there = layer_work(decoder(config), 0, 400.0)
     assert there.forward.flops == here.forward.flops
     assert there.both.memory_bytes < 0.5 * here.both.memory_bytes
+
+
+def test_plain_xla_stores_all_scores_of_wide_heads():
+    wide = WideHeads(128, "xla")
+    fused, plain = (
+        layer_work(decoder(LLAMA_8B, wide_heads=heads), 0, 400.0).forward
+        for heads in (None, wide)
+    )
+    # Queries of a block of 128, and samples of up to 1,024 tokens.
+    assert plain.flops - fused.flops == 4 * 4096 * (128 + 1024 - 200)
+    assert plain.memory_bytes - fused.memory_bytes == 20 * 32 * (128 + 1024)
 
 
 def test_recomputation_adds_to_the_backward_pass():

@@ -98,6 +98,28 @@ def test_a_converted_model_has_all_parts(tmp_path):
     open_checkpoint(folder).check()
 
 
+def test_gemma_4_is_read_and_merged_beside_vision(caplog, tmp_path):
+    base = BASE.parent / "gemma4_vision"
+    with caplog.at_level(logging.INFO):
+        checkpoint = open_checkpoint(base)
+    assert "tensors of other parts (model.embed_vision" in caplog.text
+    checkpoint.check()
+    name = "model.language_model.layers.1.self_attn.k_proj"  # of values, too
+    shapes = linear_shapes(checkpoint.config)
+    (k, n), rng = shapes[name], np.random.default_rng(0)
+    tensors = {"lora_a": rng.normal(size=(k, 2)), "lora_b": rng.normal(size=(2, n))}
+    tensors = {key: x.astype(np.float32) for key, x in tensors.items()}
+    weights = LoraWeights(tensors=tensors, rank=2, lora_alpha=2.0)
+    adapter = Adapter(modules={name: weights})
+    names = {"base_model": str(base), "linear_names": tuple(shapes)}
+    folder = export_peft(adapter, tmp_path / "adapter", **names)
+    merged = read(merge_adapter(base, folder, tmp_path / "merged"))
+    before = read(base)
+    assert merged.keys() == before.keys()
+    changed = [key for key, x in before.items() if not np.array_equal(x, merged[key])]
+    assert changed == [f"{name}.weight"]
+
+
 def test_the_text_of_a_qwen3_5_is_found_beside_vision_and_further_tokens(tmp_path):
     text = BASE.parent / "qwen3_5"
     folder = tmp_path / "whole"

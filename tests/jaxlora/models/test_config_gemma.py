@@ -1,14 +1,24 @@
-"""Reading the config.json of Gemma 2 and Gemma 3."""
+"""Reading the config.json of Gemma 2, 3 and 4."""
 
 import pytest
 
 from jaxlora.errors import ModelError
-from jaxlora.models.config import LinearRopeScaling, Rope
+from jaxlora.models.config import LinearRopeScaling, ProportionalScaling, Rope
 from jaxlora.models.registry import model_config
+from jaxlora.models.structure import linears
+from jaxlora.models.tensor_parallel import check_divides, part_config
 from tests.jaxlora.models.test_config import SHAPE, read
 
 GEMMA2 = {"model_type": "gemma2", **SHAPE}
 GEMMA3 = {"model_type": "gemma3_text", **SHAPE, "num_hidden_layers": 7}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    **SHAPE,
+    "num_hidden_layers": 7,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+}
 
 
 def test_gemma_2_has_the_defaults_of_transformers():
@@ -143,3 +153,67 @@ def test_refused_for_gemma(more, match):
 def test_gemma_fields_are_refused_for_other_families(key):
     with pytest.raises(ModelError, match=f"sets {key}=30.0, which is not read here"):
         read("llama", **{key: 30.0})
+
+
+def test_gemma_4_has_the_defaults_of_transformers():
+    config = model_config(GEMMA4)
+    assert config.layer_windows == (*[512] * 5, None, None)
+    assert (config.head_dim, config.num_kv_heads, config.score_scale) == (256, 4, 1.0)
+    full = config.at_layer(5)
+    assert (full.head_dim, full.num_kv_heads) == (512, 2)
+    assert config.at_layer(4) == config
+    quarter = ProportionalScaling(share=0.25)
+    assert config.rope == Rope(theta=1e6, scaling=quarter)
+    assert config.local_rope == Rope(theta=1e4)
+    assert config.tie_embeddings and config.logit_softcap is None
+
+
+def test_full_layers_of_gemma_4_make_values_of_keys():
+    config, heads = model_config(GEMMA4), GEMMA4["num_attention_heads"]
+    sliding, full = (linears(config, i) for i in (0, 5))
+    assert set(sliding) - set(full) == {"self_attn.v_proj"}
+    assert full["self_attn.q_proj"].out_features == heads * 512
+    assert full["self_attn.k_proj"].out_features == 2 * 512
+    own = {k: v for k, v in GEMMA4.items() if k != "attention_k_eq_v"}
+    separate = model_config(own)
+    assert linears(separate, 5)["self_attn.v_proj"].out_features == 4 * 512
+
+
+def test_sizes_of_each_layer_of_gemma_4():
+    """As version 5.24 of transformers writes them."""
+    sizes = {"head_dim": 128, "num_key_value_heads": 1}
+    given = {"5": sizes, "6": dict(sizes)}
+    config = model_config({**GEMMA4, "per_layer_config": given})
+    assert (config.full_head_dim, config.full_kv_heads) == (128, 1)
+
+
+def test_devices_divide_the_heads_of_all_layers_of_gemma_4():
+    config = model_config(GEMMA4)
+    part = part_config(config, 2)
+    assert (part.num_kv_heads, part.at_layer(5).num_kv_heads) == (2, 1)
+    check_divides(config, 2)
+    with pytest.raises(ValueError, match=r"have \[2, 4\] key-value heads: it must"):
+        check_divides(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "gemma-4-E2B and .* Dense ones are"),
+        ({"num_kv_shared_layers": 2}, "that share keys and values"),
+        ({"enable_moe_block": True, "num_experts": 8}, "such as gemma-4-26B-A4B, are"),
+        ({"use_bidirectional_attention": "all"}, "only 'vision' is supp"),
+        ({"layer_types": ["sliding_attention"] * 7}, "last layer of a Gemma 4 must be"),
+        ({"num_global_key_value_heads": 3}, "has 3 key-value heads of 512 features in"),
+        ({"global_head_dim": 9}, "key-value heads of 9 features"),
+        ({"per_layer_config": {"5": {"head_dim": 9}}}, "wanted the same head_dim and"),
+        ({"per_layer_config": {"5": {"x": 9}, "6": {"x": 9}}}, "wanted the same head"),
+        (
+            {"per_layer_config": {"5": {"head_dim": 0}, "6": {"head_dim": 0}}},
+            "head_dim=0; wanted a positive whole number",
+        ),
+    ],
+)
+def test_values_of_gemma_4_that_are_refused(more, match):
+    with pytest.raises(ModelError, match=match):
+        model_config({**GEMMA4, **more})

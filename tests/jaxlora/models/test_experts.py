@@ -19,6 +19,7 @@ from jaxlora.models.stacks import to_modules, to_paths
 from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.rows import PackedRows, layer_ropes
+from jaxlora.modules.scoring import softcap
 from tests.jaxlora.models.test_logits import MODELS, pack
 from tests.oracle import relative_error
 
@@ -67,10 +68,17 @@ def test_logits_and_gradients_equal_those_of_torch(case):
             hidden = decoder(tokens, positions, segments, routing)
             head, transposed = decoder.stored_head(hidden)
             labels = jnp.roll(tokens, -1)
+            cap = model.config.logit_softcap
             nll = target_nll(
-                hidden, head, labels, is_target, head_transposed=transposed
+                hidden,
+                head,
+                labels,
+                is_target,
+                head_transposed=transposed,
+                logit_softcap=cap,
             )
-            return nll.sum(), hidden @ (head.T if transposed else head)
+            logits = hidden @ (head.T if transposed else head)
+            return nll.sum(), softcap(logits, cap)
 
         return jax.grad(loss, has_aux=True)(tables)
 

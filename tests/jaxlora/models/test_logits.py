@@ -105,7 +105,7 @@ def test_logits_and_gradients_equal_those_of_transformers(case):
     [
         *(
             pytest.param(case, marks=pytest.mark.grid)
-            for case in ("llama3", "gemma3_v4", "qwen3_5")
+            for case in ("llama3", "gemma3_v4", "qwen3_5", "gemma4")
         ),
         *("gemma2", "gemma3_v5"),
     ],

@@ -78,6 +78,7 @@ MORE = {
     "olmoe": FEW,
     "mixtral": FEW,
     "granitemoehybrid": DENSE,
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 24},
 }
 
 

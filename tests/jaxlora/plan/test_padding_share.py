@@ -37,7 +37,8 @@ def decided(asked, plan: RunPlan) -> tuple[float, str]:
 
 def test_it_is_that_of_the_kernels_unless_it_was_measured():
     share, text = decided("auto", plan_of("stage=2"))
-    assert share == 0.3 and "took 0.3 of a token's time, as is usual of mosaic" in text
+    assert share == 0.16
+    assert "took 0.16 of a token's time, as is usual of mosaic" in text
     share, text = decided("auto", plan_of("stage=2", implementation="xla"))
     assert share == 1 and "xla kernels do not skip padding" in text
     plan = plan_of("stage=2")

@@ -36,9 +36,11 @@ FAMILIES = (
     "granite4",
     "qwen3_5",
     "glm",
+    "gemma4",
 )
-BLOCKS = ("qwen3_moe", "qwen3_5")  # with blocks of their own
-MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5")
+# Their layers are of two kinds, or have blocks of their own.
+UNLIKE = ("qwen3_5", "gemma4", "qwen3_moe")
+MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def pair(jobs):
     return [job.replace(target_modules="all-linear") for job in jobs[:2]]
 
 
-@pytest.mark.parametrize("folder", BLOCKS, indirect=True)
+@pytest.mark.parametrize("folder", UNLIKE, indirect=True)
 def test_no_bit_depends_on_the_rows_of_others(train, pair):
     """Also where chunks of rows pass a state on, and where a neighbour diverges."""
     together = train(pair)
@@ -99,7 +101,7 @@ def test_no_bit_depends_on_the_rows_of_others(train, pair):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("folder", BLOCKS, indirect=True)
+@pytest.mark.parametrize("folder", UNLIKE, indirect=True)
 def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
     often = {"window_steps": 1, "checkpoint_every": 1}
     whole = train(pair, **often)
@@ -111,7 +113,7 @@ def test_an_interrupted_run_and_its_texts(train, pair, model, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("folder", BLOCKS, indirect=True)
+@pytest.mark.parametrize("folder", UNLIKE, indirect=True)
 @pytest.mark.parametrize("remat", ["elementwise", "mlp", "layer"])
 def test_recomputing_changes_rounding_at_most(train, pair, remat):
     names = [job.name for job in pair]

@@ -18,6 +18,7 @@ from jaxlora.plan.job.kernel_choice import (
     Choice,
     choose_attention,
     choose_kernels,
+    choose_wide_attention,
     describe_choices,
     describe_device,
 )
@@ -129,6 +130,29 @@ def test_a_soft_cap_reaches_the_reason(monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"cap 50\."):
         choose_attention("cudnn", jnp.bfloat16, capped)
+
+
+def test_wider_heads_of_some_layers_have_an_attention_of_their_own(monkeypatch):
+    """Nothing runs in another way than the line says."""
+    more = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 6, "head_dim": 256}
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    sizes = {key: tiny.CONFIG[key] for key in kept}
+    model = model_config({"model_type": "gemma4_text", **sizes, **more})
+    most = lambda dtype, model: None if model.head_dim <= 256 else "heads are wide"
+    entry = dataclasses.replace(ATTENTIONS["cudnn"], unsupported=most)
+    monkeypatch.setitem(ATTENTIONS, "cudnn", entry)
+    attention = choose_attention("auto", jnp.bfloat16, model)
+    wide = choose_wide_attention("auto", jnp.bfloat16, model)
+    assert wide is not None and (attention.name, wide[0]) == ("cudnn", 512)
+    assert wide[1].name == "xla" and "wide" in wide[1].passed_over["cudnn"]
+    said = describe_choices(Choice(name="toy"), attention, wide)
+    assert "attention: cudnn; attention of heads of 512 features: xla; cudnn ca" in said
+    with forced_capability(89, num_sms=142):
+        wide = choose_wide_attention("cudnn", jnp.bfloat16, model)
+        assert wide is not None and str(wide[1]) == "triton"
+    wide = choose_wide_attention("xla", jnp.bfloat16, model)
+    assert wide is not None and wide[1].is_requested
+    assert choose_wide_attention("auto", jnp.bfloat16, MODEL) is None
 
 
 TOASTER = "cannot run this: it is a toaster"

@@ -113,22 +113,27 @@ def test_sections_on_a_mesh(meshes, mesh_jobs, deep, mesh):
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens", "layers"),
+    ("model", "mesh", "tokens", "layers"),
     [
-        ("llama-3.1-8b", 8192, 4),
-        ("llama-3.1-8b", 512, None),
-        ("smollm2-135m", 22528, 5),
-        ("smollm2-135m", 8192, None),
+        ("llama-3.1-8b", "data=1", 8192, 4),
+        ("llama-3.1-8b", "data=1", 512, None),
+        ("smollm2-135m", "data=1", 22528, 5),
+        ("smollm2-135m", "data=1", 8192, None),
+        ("llama-3.1-8b", "data=2", 8192, 4),
+        ("llama-3.1-8b", "data=2", 1024, None),  # the host calls both devices
+        ("llama-3.1-8b", "tensor=2", 8192, 4),
+        ("llama-3.1-8b", "fsdp=2", 8192, None),  # gathers would wait
+        ("llama-3.1-8b", "stage=2", 8192, None),
     ],
 )
-def test_auto_takes_one_program_if_the_device_would_wait(model, tokens, layers):
+def test_auto_takes_one_program_if_the_device_would_wait(model, mesh, tokens, layers):
     case = Case(
         model=model,
-        mesh="data=1",
+        mesh=mesh,
         adapters=(1,),
         num_microbatches=1,
         microbatch_tokens=tokens,
         longest_tokens=512,
     )
-    with planned_for(parse_machine("h200").planned(1.0)):
+    with planned_for(parse_machine("h200x2").planned(1.0)):
         assert case.plan().spec.options.layers_per_program == layers

@@ -108,6 +108,22 @@ def test_the_kernels_of_the_gated_delta_rule_need_less_memory():
     assert kernels[0] < 0.8 * plain[0]
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+def test_a_step_of_layers_with_unlike_heads():
+    """The last of four has wider heads, and no window."""
+    given = {k: v for k, v in CONFIG.items() if k not in ("head_dim", "rope_theta")}
+    own = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+    heads = {"head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": True}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    spec = decoder(
+        {**given, **own, **heads, **sizes, "sliding_window": 128},
+        dtype=jnp.dtype("float32"),
+        max_segment_tokens=256,
+    )
+    estimated, measured = estimated_and_measured(spec, 1024)
+    assert 0.7 * measured < estimated < 1.4 * measured
+
+
 @fused.only_where_it_runs
 @pytest.mark.parametrize("remat", get_args(Remat))
 @pytest.mark.parametrize(

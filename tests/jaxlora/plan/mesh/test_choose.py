@@ -304,13 +304,13 @@ def test_stages_do_not_span_processes():
 
 def test_long_samples_hide_the_calls_of_the_host():
     """With any attention, as all take longer; see `decoder_seconds`."""
-    spec, speed = decoder(SMALL), find_speed("NVIDIA H200")
+    spec, here = decoder(SMALL), machine(1)
     sizes = range(20_000, 80_000, 4_000)
 
     def hidden(mean: float) -> list[bool]:
         bounds = [
             Bounds(smallest=n, largest=n, unit=n, sample_tokens=mean) for n in sizes
         ]
-        return [_hides_calls(spec, one, speed) for one in bounds]
+        return [_hides_calls(spec, one, here, MeshSizes()) for one in bounds]
 
     assert sum(hidden(8192.0)) > sum(hidden(64.0)) > 0
