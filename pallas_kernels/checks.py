@@ -131,7 +131,8 @@ def _expert_shape(x, w, num_experts: int, w_transposed: bool) -> tuple[int, ...]
             "give each of its arrays a first axis of experts."
         )
     _check_quantized(w.first(), x, is_stack=False, w_transposed=w_transposed)
-    return len(w.arrays["values"]), *w.first().shape
+    (e,) = {len(x) for x in w.arrays.values()}
+    return e, *w.first().shape
 
 
 def _check_alike(projections: Sequence[Projection]) -> None:

@@ -234,7 +234,7 @@ def expert_mask_words(
         key: The words of `dropout_keys` of each adapter.
         block_slot: Slot of each block of rows, `expert * G + adapter`; -1 for padding.
         token_index: The index of each row's token in its job's global batch.
-        num_experts: E.
+        num_experts: X.
         num_features: K.
     """
     expert = jnp.arange(1, num_experts + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)

@@ -52,13 +52,13 @@ def expert_linears(
     Args:
         x: The rows of `gather_rows`, or what is computed of each.
         projections: The linears. The fields of a projection have these shapes here:
-            w [E, K, N], in x's dtype, or a quantized weight whose arrays have a first
-            axis of E; a [E G, K, R] and b [E G, R, N] by slot, `expert * G + adapter`;
-            scaling, rank and settings by adapter; bias [E, N]. dropout is that of the
+            w [X, K, N], in x's dtype, or a quantized weight whose arrays have a first
+            axis of X; a [X G, K, R] and b [X G, R, N] by slot, `expert * G + adapter`;
+            scaling, rank and settings by adapter; bias [X, N]. dropout is that of the
             tokens, with a key: by adapter and token, as in `multi_lora_linear`. Its
             mask also depends on the expert.
         plan: Where the rows are.
-        w_transposed: Whether weights that are not quantized are stored [E, N, K].
+        w_transposed: Whether weights that are not quantized are stored [X, N, K].
         s: What `expert_gate` computed beside x; None: it is computed here.
         implementation: Name of the kernel back end in `BACKENDS`.
 
@@ -139,7 +139,7 @@ def expert_output(
         projection: The linear; see `expert_linears`.
         weights: Weight of each token's copy for its j-th expert.
         plan: Where the rows are.
-        w_transposed: Whether a weight that is not quantized is stored [E, N, K].
+        w_transposed: Whether a weight that is not quantized is stored [X, N, K].
         s: What `expert_gate` computed beside h; None: it is computed here.
         implementation: Name of the kernel back end in `BACKENDS`.
 
@@ -194,7 +194,7 @@ def _output_with_gradient(passes: Passes):
 
 
 def _of_bias(
-    dy: Float[Array, "T D"], bias: Float[Array, "E D"], plan: RowPlan
+    dy: Float[Array, "T D"], bias: Float[Array, "X D"], plan: RowPlan
 ) -> Float[Array, "T k"]:
     """Returns what the experts' biases add to the gradients of the weights."""
     of_expert = jnp.einsum("td,ed->te", dy, bias, preferred_element_type=jnp.float32)

@@ -22,12 +22,13 @@ def shard_dim(
         path: Path of the weight, for the error.
         shape: Shape of the whole weight.
         fsdp: Number of devices among which it is divided.
-        dims: The dimensions that may be divided, the preferred one first.
+        dims: The dimensions that may be divided, the preferred one first. Without any,
+            the weight is replicated.
 
     Raises:
         ValueError: `fsdp` divides none of the dimensions.
     """
-    if fsdp == 1 or len(shape) < 2:
+    if fsdp == 1 or len(shape) < 2 or not dims:
         return None
     for dim in dims:
         if shape[dim] % fsdp == 0:

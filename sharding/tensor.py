@@ -12,7 +12,8 @@ All functions run inside `jax.shard_map`, which must be manual over the axis `te
 unless the number of devices is 1.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -133,6 +134,29 @@ def own_slice(
     size = x.shape[axis] // num_parts
     part = jax.lax.axis_index(TENSOR) * num_parts // num_devices
     return jax.lax.dynamic_slice_in_dim(x, part * size, size, axis)
+
+
+def own_sections(
+    x: Shaped[Array, "..."],
+    axis: int,
+    sections: Sequence[int],
+    num_parts: int,
+    num_devices: int,
+) -> Shaped[Array, "..."]:
+    """Returns the part of each section of x that this device uses, joined.
+
+    Args:
+        x: An array, whole on each device.
+        axis: The axis that is cut.
+        sections: Proportions of the sections of the axis.
+        num_parts: Number of parts; divides the number of devices.
+        num_devices: Number of devices.
+    """
+    each = x.shape[axis] // sum(sections)
+    ends = [each * end for end in itertools.accumulate(sections)]
+    found = jnp.split(x, ends[:-1], axis)
+    own = [own_slice(one, axis, num_parts, num_devices) for one in found]
+    return jnp.concatenate(own, axis)
 
 
 def gathered(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:

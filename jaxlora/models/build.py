@@ -34,6 +34,8 @@ class LayerLinear:
         projection: Its number, which keys its dropout masks.
         role: How devices divide it.
         in_xla: Whether plain XLA runs it, whichever kernels run the others.
+        sections: Proportions of sections of the outputs, of each of which a device has
+            a part.
         experts: The mixture of experts, each of which has such a linear; None: it is
             one linear.
     """
@@ -45,6 +47,7 @@ class LayerLinear:
     projection: int
     role: Role
     in_xla: bool = False
+    sections: tuple[int, ...] = (1,)
     experts: ExpertShape | None = None
 
     @property
@@ -110,6 +113,7 @@ class LayerBuilder:
         role: Role,
         hf_name: str | None = None,
         in_xla: bool = False,
+        sections: tuple[int, ...] = (1,),
     ) -> MultiLoraLinear:
         """Makes a frozen linear, with slots if it is adapted.
 
@@ -121,6 +125,8 @@ class LayerBuilder:
             role: How devices divide it.
             hf_name: Its path inside a layer of a checkpoint; None: `name`.
             in_xla: Whether plain XLA runs it, whichever kernels run the others.
+            sections: Proportions of sections of the outputs, of each of which a device
+                has a part.
         """
         linear = LayerLinear(
             name=name,
@@ -130,6 +136,7 @@ class LayerBuilder:
             projection=len(self.linears),
             role=role,
             in_xla=in_xla,
+            sections=sections,
         )
         self.linears.append(linear)
         options, path = self.options, f"layers.{self.number}.{name}"
@@ -149,10 +156,15 @@ class LayerBuilder:
             kernel=kernel,
             input_parts=options.tensor if role == "row" else 1,
             output_parts=parts.get(role, 1),
+            output_sections=sections,
             rngs=nnx.Rngs(0),
         )
         names = {"hf_name": f"{hf_name or name}.weight"}
-        division = {"divided": linear.divides, "by_heads": role == "heads"}
+        division = {
+            "divided": linear.divides,
+            "by_heads": role == "heads",
+            "sections": sections,
+        }
         weights = [(module.kernel, ("K", "N"))]
         if isinstance(module.kernel, QuantizedKernel):
             fields = module.kernel.weight.dimensions.items()
@@ -160,6 +172,9 @@ class LayerBuilder:
         for weight, letters in weights:
             if isinstance(weight, BaseParam):
                 layout = {**names, **division, "transpose": True}
+                if len(sections) > 1:  # a shard must hold a part of each section
+                    inputs = [i for i, letter in enumerate(letters) if letter == "K"]
+                    layout["gathered"] = tuple(inputs)
                 self._laid_out(weight, dimensions=letters, **layout)
         if module.bias is not None:
             names["hf_name"] = f"{hf_name or name}.bias"
@@ -239,6 +254,7 @@ class LayerBuilder:
         *,
         transpose: bool = False,
         divided: str | None = None,
+        sections: tuple[int, ...] = (1,),
     ) -> BaseParam:
         """Makes a frozen weight that belongs to no linear and no norm.
 
@@ -248,6 +264,8 @@ class LayerBuilder:
             dimensions: Letter of each of its dimensions.
             transpose: Whether the checkpoint holds the transpose.
             divided: The dimension that tensor parallelism divides, if any.
+            sections: Proportions of its sections, of each of which a device has a part.
+                With several, the axis `fsdp` does not divide the weight.
         """
         return self._laid_out(
             BaseParam(jnp.zeros(shape, self.options.dtype)),
@@ -255,6 +273,8 @@ class LayerBuilder:
             dimensions=dimensions,
             transpose=transpose,
             divided=divided,
+            sections=sections,
+            gathered=(0, 1) if len(sections) == 1 else (),
         )
 
 

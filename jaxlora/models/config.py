@@ -200,6 +200,14 @@ class DeltaShape:
     value_dim: int
     conv_width: int
 
+    def divided(self, tensor: int) -> "DeltaShape":
+        """Returns the sizes on each of `tensor` devices, which divide the heads."""
+        return dataclasses.replace(
+            self,
+            num_key_heads=self.num_key_heads // tensor,
+            num_value_heads=self.num_value_heads // tensor,
+        )
+
     @property
     def key_features(self) -> int:
         """Features of the queries of all heads, and of the keys."""

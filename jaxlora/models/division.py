@@ -7,6 +7,7 @@ the layouts of the weights and the roles of the linears; see
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -15,10 +16,11 @@ from jaxtyping import Array
 from jaxlora.models.build import LayerLinear
 from jaxlora.models.sharded import layer_bytes
 from jaxlora.models.spec import DecoderSpec, Shapes
+from jaxlora.modules.base_param import WeightLayout
 from jaxlora.modules.trained_tensors import tensor_of
 from jaxlora.sharding.layerwise import compiler_options
 from jaxlora.sharding.rules import shard_dim, weight_spec
-from jaxlora.sharding.tensor import own_slice
+from jaxlora.sharding.tensor import own_sections
 
 
 def weight_specs(spec: DecoderSpec) -> dict[str, PartitionSpec]:
@@ -60,24 +62,26 @@ def table_axes(spec: DecoderSpec) -> dict[str, int]:
 
 
 def own_heads(spec: DecoderSpec, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns frozen weights, or tables, with the key-value heads of this device.
+    """Returns frozen weights, or tables, with the heads of this device.
 
     Args:
         spec: The decoder that this device runs.
-        arrays: Frozen weights or slot tables G P Q, by path. With more devices along
-            `tensor` than key-value heads, those of k and v are whole.
+        arrays: Frozen weights or slot tables G P Q, by path. Some are whole; see
+            `jaxlora.models.tensor_parallel`.
     """
     found, options = dict(arrays), spec.options
-    if _divides(spec, by_heads=True) or options.tensor == 1:
+    if options.tensor == 1:
         return found
     layouts = spec.layouts()
     for path, array in arrays.items():
-        if path in layouts:
-            axis = layouts[path].tensor_dim if layouts[path].by_heads else None
+        if (layout := layouts.get(path)) is not None:
+            kind, axis = _Kind.of(layout), layout.tensor_dim
         else:
-            axis = _head_axis(spec, path)
-        if axis is not None:
-            found[path] = own_slice(array, axis, options.kv_parts, options.tensor)
+            kind, axis = _kind_and_axis(spec, path)
+        if axis is None or kind == _Kind() or _divides(spec, kind):
+            continue
+        parts = options.kv_parts if kind.by_heads else options.tensor
+        found[path] = own_sections(array, axis, kind.sections, parts, options.tensor)
     return found
 
 
@@ -94,20 +98,36 @@ def gather_options(spec: DecoderSpec) -> dict[str, int]:
     return compiler_options(layer_bytes(own.base_shapes()))
 
 
-def _divides(spec: DecoderSpec, *, by_heads: bool) -> bool:
-    """Whether `tensor` divides what can be divided, by key-value heads or not.
+class _Kind(NamedTuple):
+    """What divides the outputs of a linear; see `WeightLayout`."""
+
+    by_heads: bool = False
+    sections: tuple[int, ...] = (1,)
+
+    @classmethod
+    def of(cls, layout: WeightLayout) -> "_Kind":
+        return cls(layout.by_heads, layout.sections)
+
+    @classmethod
+    def of_linear(cls, linear: LayerLinear) -> "_Kind":
+        return cls(linear.role == "heads", linear.sections)
+
+
+def _divides(spec: DecoderSpec, kind: _Kind) -> bool:
+    """Whether `tensor` divides what can be divided.
 
     Several devices use the same head if there are fewer key-value heads than devices.
-    The weights are whole on each of them then.
+    The weights are whole on each of them then, and where there are several sections.
     """
     tensor, kv_parts = spec.options.tensor, spec.options.kv_parts
-    return tensor > 1 and not (by_heads and kv_parts < tensor)
+    is_whole = len(kind.sections) > 1 or (kind.by_heads and kv_parts < tensor)
+    return tensor > 1 and not is_whole
 
 
 def _tensor_dims(spec: DecoderSpec) -> dict[str, int | None]:
     """Path -> the dimension of a frozen weight that `tensor` divides, if it does."""
     return {
-        path: layout.tensor_dim if _divides(spec, by_heads=layout.by_heads) else None
+        path: layout.tensor_dim if _divides(spec, _Kind.of(layout)) else None
         for path, layout in spec.layouts().items()
     }
 
@@ -115,18 +135,18 @@ def _tensor_dims(spec: DecoderSpec) -> dict[str, int | None]:
 def _table_axis(
     spec: DecoderSpec, linear: LayerLinear, dimensions: Sequence[str]
 ) -> int | None:
-    if not _divides(spec, by_heads=linear.role == "heads"):
+    if not _divides(spec, _Kind.of_linear(linear)):
         return None
     divided = linear.divides
     return dimensions.index(divided) if divided in dimensions else None
 
 
-def _head_axis(spec: DecoderSpec, table: str) -> int | None:
-    """Returns the axis of key-value heads in a slot table; None: it has none."""
+def _kind_and_axis(spec: DecoderSpec, table: str) -> tuple[_Kind, int | None]:
+    """Returns what divides a slot table, and its axis of outputs, if it has one."""
     path, dimensions = table.rpartition(".")[0], tensor_of(table).dimensions
-    if path not in spec.adapted or spec.linear(path).role != "heads":
-        return None
-    return 1 + dimensions.index("N") if "N" in dimensions else None
+    if path not in spec.adapted or "N" not in dimensions:
+        return _Kind(), None
+    return _Kind.of_linear(spec.linear(path)), 1 + dimensions.index("N")
 
 
 @functools.lru_cache(maxsize=64)  # a choice of a mesh asks hundreds of times

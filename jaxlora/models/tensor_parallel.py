@@ -8,7 +8,9 @@ of a sum over the devices, which waits for the optimizer step. So LoRA adds no e
 to a pass: the kernels run unchanged on the parts.
 
 With fewer key-value heads than devices, several devices use the same one. W, A and B of
-k and v are then whole on all devices, which use the columns of their own head.
+k and v are then whole on all devices, which use the columns of their own head. So are
+those of a linear whose outputs have sections, such as the queries, keys and values of a
+gated delta net: a device uses the columns of its own heads in each.
 
 A trained bias follows its frozen one: it is divided with the outputs, or one device
 adds it. Trained rows of tokens, and VeRA's matrices, are whole on each device. A device
@@ -47,6 +49,8 @@ def check_divides(
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
     }
+    for shape in filter(None, map(config.delta_shape, range(config.num_layers))):
+        sizes["linear_num_key_heads"] = shape.num_key_heads
     for name, size in sizes.items():
         if size % tensor:
             raise ValueError(
@@ -84,8 +88,10 @@ def _check_blocks(config: ModelConfig, tensor: int, base_format: BaseFormat) -> 
             "false in quantize_base_args, use int8 or fp8, or divide along fsdp."
         )
     for linear in kinds_of_linears(part_config(config, tensor)):
+        each = linear.out_features // sum(linear.sections)
         try:
-            base_format.shapes(linear.out_features, linear.in_features)
+            for section in linear.sections:
+                base_format.shapes(each * section, linear.in_features)
         except ValueError as error:
             raise ValueError(
                 f"tensor={tensor} leaves each device a part of {linear.name} with K="

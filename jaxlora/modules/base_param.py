@@ -24,6 +24,8 @@ class WeightLayout:
             its devices has the whole weight.
         by_heads: Whether that dimension is one of key-value heads. If there are fewer
             heads than devices, each device has the whole weight and uses one head.
+        sections: Proportions of the sections of that dimension. If there are several,
+            each device has the whole weight and uses a part of each section.
         gathered: Dimensions that the axis `fsdp` may divide, the preferred one first.
     """
 
@@ -33,6 +35,7 @@ class WeightLayout:
     transpose: bool = False
     divided: str | None = None
     by_heads: bool = False
+    sections: tuple[int, ...] = (1,)
     gathered: tuple[int, ...] = (0, 1)
 
     @property

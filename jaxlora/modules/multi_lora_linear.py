@@ -50,6 +50,7 @@ class MultiLoraLinear(nnx.Module):
         kernel: QuantizedWeight | None = None,
         input_parts: int = 1,
         output_parts: int = 1,
+        output_sections: tuple[int, ...] = (1,),
         rngs: nnx.Rngs | None = None,
     ):
         """Makes the layer with a random or a quantized kernel, and empty slots.
@@ -74,6 +75,8 @@ class MultiLoraLinear(nnx.Module):
                 see `jaxlora.sharding.tensor`.
             output_parts: Parts into which devices divide the output features. N is the
                 number of this device then.
+            output_sections: Proportions of sections of the output features, of each of
+                which a device has a part.
             rngs: Source of the random kernel; not needed for a quantized one.
 
         Raises:
@@ -82,7 +85,7 @@ class MultiLoraLinear(nnx.Module):
         """
         k, n = in_features, out_features
         self.in_features, self.input_parts = k, input_parts
-        self.output_parts = output_parts
+        self.output_parts, self.output_sections = output_parts, output_sections
         self.kernel = make_kernel(kernel, (k, n), dtype, rngs)
         self.bias = BaseParam(jnp.zeros((n,), dtype)) if use_bias else None
         self.layer, self.projection = layer, projection

@@ -156,15 +156,19 @@ def backward(
         assert ds is None, "its kernels quantize dy where they compute ds"
         return _fp8_backward(dy, x, weights, s, given, ranks)
     settings, blocks, masks = given.settings, given.blocks, _masks(given)
-
+    # Experts have many slots of few ranks. A row of ranks in device memory has at least
+    # 16, but a table may have fewer rows.
+    largest = max(ranks) if blocks.num_tiles is not None else None
+    is_swapped = largest is not None and largest < given.a[0].shape[2] and not masks
     made, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []
         made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
-        s_i = weigh(s[i], row_weights)
-        outers.append(outer_work(dy_i, [s_i], *unmasked, transposed=True))
-    narrow = [weigh(one, row_weights) for one in made]
-    outers.append(outer_work(x, narrow, settings, blocks, masks, transposed=False))
+        s_i = [weigh(s[i], row_weights)]
+        work = outer_work(dy_i, s_i, *unmasked, transposed=True, num_ranks=largest)
+        outers.append(work)
+    own = [weigh(one, row_weights) for one in made], settings, blocks, masks
+    outers.append(outer_work(x, *own, transposed=is_swapped, num_ranks=largest))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, made, a, settings, of_terms, strict=True)
@@ -173,7 +177,7 @@ def backward(
     def work(i):
         return expand_work(terms[i], layer, blocks, transposed=not w_transposed)
 
-    return _run_backward(work, outers, ranks, blocks)
+    return _run_backward(work, outers, ranks, blocks, is_swapped=is_swapped)
 
 
 def _fp8_backward(
@@ -231,6 +235,8 @@ def _run_backward(
     outers: list[tuple[Work, Parts]],
     ranks: list[int],
     blocks: Blocks,
+    *,
+    is_swapped: bool = False,
 ) -> tuple[Array, list[dict[str, Array]]]:
     """Runs expand and the outer products, as many projections in a launch as fit.
 
@@ -241,6 +247,7 @@ def _run_backward(
         outers: The work of dB for each projection, then that of dA for all of them.
         ranks: The largest rank of each projection.
         blocks: Slots of the rows.
+        is_swapped: Whether dA is computed as [G, R, K].
 
     Returns:
         dx [T, K], and for each projection `a` [G, K, R] and `b` [G, R, N], in float32.
@@ -254,6 +261,7 @@ def _run_backward(
         gradients += computed
         outers = []
     *db, da = gradients
+    da = [_swap_last_axes(one) for one in da] if is_swapped else da
     return functools.reduce(jnp.add, dx), [
         {"a": da_i[:, :, :r], "b": db_i[:, :r]}
         for da_i, (db_i,), r in zip(da, db, ranks, strict=True)

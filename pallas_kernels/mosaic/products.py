@@ -31,10 +31,12 @@ from jaxlora.pallas_kernels.mosaic.produce import Produce, produce_ring
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_ring
 from jaxlora.pallas_kernels.mosaic.tuning import (
+    MAX_SIDE_SMS,
     OuterCost,
     band_for,
     best_plan,
     columns_for,
+    expert_band_for,
     shares_for,
     splits_for,
 )
@@ -297,6 +299,8 @@ def expand_work(
     rows = blocks.planned_number * ROWS
     # On an fp8 base, narrower tiles have not been measured.
     columns = COLUMNS if scales else columns_for(rows, n, device.num_sms())
+    if band is None and blocks.num_tiles is not None:
+        band = expert_band_for(rows / TILE_ROWS, w.shape[0])
     band = band or band_for(device.device_kind(), t, k, n)
     num_columns = math.ceil(n / columns)
     return Work(
@@ -352,7 +356,15 @@ def run_expand(work: Work) -> Array:
 
 
 def outer_work(
-    wide, narrow, settings, blocks: Blocks, masks, *, transposed, splits=None
+    wide,
+    narrow,
+    settings,
+    blocks: Blocks,
+    masks,
+    *,
+    transposed,
+    splits=None,
+    num_ranks=None,
 ) -> tuple[Work, Parts]:
     """Makes the work that computes `wide^T narrow` over parts of each slot's rows.
 
@@ -364,8 +376,10 @@ def outer_work(
         masks: Mask of wide for each projection; empty without dropout.
         transposed: Whether to compute `narrow^T wide` instead.
         splits: The most parts of a slot's rows; None: the tuning table's choice.
+        num_ranks: Number of ranks of the result, if it is `transposed`; None: R.
     """
     k, r = wide.shape[1], narrow[0].shape[1]
+    out_r = num_ranks if transposed and num_ranks else r
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
     num_slots = blocks.starts.shape[0] - 1
     # With few slots, all may be split, and one gather makes the result.
@@ -374,7 +388,7 @@ def outer_work(
     shares = shares_for(splits, parts.usual_number)
 
     def out(num_rows):
-        shape = (num_rows, *((r, k) if transposed else (k, r)))
+        shape = (num_rows, *((out_r, k) if transposed else (k, out_r)))
         return (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)
 
     work = Work(
@@ -411,6 +425,17 @@ def _gradients(parts: Parts, results: dict[str, Any]) -> list[Array]:
     return [sum_parts(one, parts, result) for one, result in each]
 
 
+def _max_side_sms(blocks: Blocks, num_outers: int) -> int:
+    """Returns the most side multiprocessors.
+
+    Experts have few features, so expand takes little longer than the outer products.
+    More side multiprocessors make it faster for one projection, with two outer
+    products, and slower for several.
+    """
+    is_of_experts = blocks.num_tiles is not None
+    return 4 * MAX_SIDE_SMS if is_of_experts and num_outers == 2 else MAX_SIDE_SMS
+
+
 def expand_with_outers(
     expand: Work, outers: list[tuple[Work, Parts]], blocks: Blocks
 ) -> tuple[Array, list[list[Array]]]:
@@ -435,7 +460,8 @@ def expand_with_outers(
         for work, parts in outers
     ]
     wide_steps = sum(steps) * columns / COLUMNS
-    _, plan = best_plan(num_tiles, wide_steps, costs, device.num_sms())
+    sms = device.num_sms(), _max_side_sms(blocks, len(outers))
+    _, plan = best_plan(num_tiles, wide_steps, costs, *sms)
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))

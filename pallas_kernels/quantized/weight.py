@@ -76,8 +76,9 @@ class QuantizedWeight(abc.ABC):
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of experts: each array has a first axis of E."""
-        return jnp.ndim(self.arrays["values"]) == 3
+        """Whether it is a stack of experts: each array has a first axis of X."""
+        name, dimensions = next(iter(self.dimensions.items()))
+        return jnp.ndim(self.arrays[name]) > len(dimensions)
 
     def first(self) -> "QuantizedWeight":
         """Returns the first weight of a stack."""

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import (
@@ -359,6 +361,24 @@ def test_rows_are_grouped_in_the_order_of_tokens(num_experts, num_adapters, k, b
     assert plan.num_tiles == (live[-1] // 2 + 1 if len(live) else 0)
 
 
+def test_rows_for_the_adapters_that_have_tokens_are_enough():
+    """With too few of them, nothing is dropped in silence."""
+    problem = experts((3, 1, -1, 3), num_adapters=4, ranks=(2, 3, 4, 5), k=1)
+    p, sizes = problem, (problem.num_experts, problem.num_adapters)
+    (one,), blocks = p.projections, jnp.asarray(p.block_adapter)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(most):
+        plan = route_rows(p.expert_ids, blocks, *sizes, most_adapters=most)
+        rows = gather_rows(p.x, plan)
+        return expert_output(rows, one, p.weights, plan), rows
+
+    (wanted, most), (got, fewer), (too_few, _) = map(run, (None, 2, 0))
+    assert len(fewer) < len(most)
+    np.testing.assert_array_equal(got, wanted)
+    assert np.isnan(np.asarray(too_few)).all()
+
+
 def test_there_is_neither_a_sort_nor_a_sum_of_scattered_rows():
     problem = experts((0, 1), features=(64, (48,)))
     sizes = problem.num_experts, problem.num_adapters
@@ -396,10 +416,14 @@ def test_rows_of_another_plan_are_refused():
 
 
 def test_a_gate_computes_s_of_the_linear_behind_it():
-    """The blocks of padding in the rows of h hold anything, and change nothing."""
+    """The blocks of padding in the rows of h hold anything, and change nothing.
+
+    Only the linear behind it has dropout.
+    """
     sizes = {"num_experts": 3, "k": 1, "rates": RATES, "dtype": jnp.bfloat16}
     problem = experts((0, 1, -1), features=(128, (128, 128, 128)), **sizes)
     (*shared, last), plan = problem.projections, problem.plan()
+    shared = [dataclasses.replace(p, dropout=None) for p in shared]
     gate = Gate(swiglu_rows, swiglu_gradient_rows)
 
     def fused(x, tables):
@@ -431,3 +455,30 @@ def test_a_gate_computes_s_of_the_linear_behind_it():
 def _with_tables(projections, tables):
     pairs = zip(projections, tables, strict=True)
     return [dataclasses.replace(p, a=a, b=b) for p, (a, b) in pairs]
+
+
+def test_devices_of_a_mesh_route_their_own_tokens():
+    """The types of arrays in `shard_map` are those of both passes."""
+    problem = experts((0, 1, 1, 0), features=(64, (48,)))
+    mesh, own_rows, shared = (
+        Mesh(np.array(jax.devices()[:2]), ("data",)),
+        P("data"),
+        P(),
+    )
+    sizes = problem.num_experts, problem.num_adapters
+
+    def local(x, weights, projections, dy, ids, blocks):
+        given = x, weights, projections, dy, ids, blocks, sizes
+        return both_ways(*given, (("combined", True),))
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(own_rows, own_rows, shared, own_rows, own_rows, own_rows),
+        out_specs=(own_rows, own_rows, own_rows, shared),
+    )
+    p = problem
+    fixed = p.dy, p.expert_ids, jnp.asarray(p.block_adapter)
+    (y,), dx, dweights, (d,) = jax.jit(run)(p.x, p.weights, p.projections, *fixed)
+    got = {"dx": dx, "dweights": dweights, "y0": y, "da0": d.a, "db0": d.b}
+    assert_close(got, results(problem, combined=True))

@@ -1,6 +1,7 @@
 """The gated delta net, a block of decoder layers in the place of attention."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -44,8 +45,11 @@ class DeltaNet(nnx.Module):
         # Kernels have no tiles for the few outputs of the gates.
         few: dict[str, Any] = {**read, "in_xla": True}
         name = "linear_attn.{}".format
+        mixed = shape.key_features, shape.key_features, values
+        common = math.gcd(*mixed)
+        sections: dict[str, Any] = {"sections": tuple(x // common for x in mixed)}
         self.in_proj_qkv = make.linear(
-            name("in_proj_qkv"), width, shape.mixed_features, **read
+            name("in_proj_qkv"), width, shape.mixed_features, **read, **sections
         )
         self.in_proj_z = make.linear(name("in_proj_z"), width, values, **read)
         self.in_proj_b = make.linear(name("in_proj_b"), width, heads, **few)
@@ -54,9 +58,11 @@ class DeltaNet(nnx.Module):
             (shape.mixed_features, 1, shape.conv_width),
             name("conv1d.weight"),
             ("N", "1", "W"),
+            divided="N",
+            **sections,
         )
-        self.a_log = make.weight((heads,), name("A_log"), ("H",))
-        self.dt_bias = make.weight((heads,), name("dt_bias"), ("H",))
+        self.a_log = make.weight((heads,), name("A_log"), ("H",), divided="H")
+        self.dt_bias = make.weight((heads,), name("dt_bias"), ("H",), divided="H")
         self.norm = make.weight((shape.value_dim,), name("norm.weight"), ("E",))
         self.out_proj = make.linear(name("out_proj"), values, width, role="row")
         self.shape, self.eps = shape, config.rms_eps

@@ -32,7 +32,7 @@ from jaxlora.modules.variants.variant import (
     Variant,
 )
 from jaxlora.sharding.rules import TENSOR
-from jaxlora.sharding.tensor import own_slice
+from jaxlora.sharding.tensor import own_sections
 
 VERA_D = TrainedTensor(
     name="vera_lambda_d",
@@ -149,7 +149,8 @@ class Vera(Variant):
         """
         d, b = linear.table(VERA_D.name), linear.table(VERA_B.name)
         own_a = _own(linear.table("vera_a"), 1, linear.in_features, linear.input_parts)
-        own_b = _own(linear.table("vera_b"), 2, b.shape[1], linear.output_parts)
+        outputs = linear.output_parts, linear.output_sections
+        own_b = _own(linear.table("vera_b"), 2, b.shape[1], *outputs)
         vera = own_a * d[:, None], own_b * b[:, None]
         if made is None:
             return vera
@@ -249,12 +250,18 @@ class Vera(Variant):
         return drawn
 
 
-def _own(matrix: jax.Array, axis: int, size: int, parts: int) -> Array:
+def _own(
+    matrix: jax.Array,
+    axis: int,
+    size: int,
+    parts: int,
+    sections: tuple[int, ...] = (1,),
+) -> Array:
     """Returns the first features of a matrix, or this device's part of them."""
     first = jax.lax.slice_in_dim(matrix, 0, size * parts, axis=axis)
     if parts == 1:
         return first
-    return own_slice(first, axis, parts, jax.lax.axis_size(TENSOR))
+    return own_sections(first, axis, sections, parts, jax.lax.axis_size(TENSOR))
 
 
 VARIANT = Vera()

@@ -48,7 +48,7 @@ class ExpertModel:
 
     Attributes:
         name: Name in tables.
-        experts: E.
+        experts: X.
         chosen: k, the experts of a token.
         width: D.
         mlp_width: F.

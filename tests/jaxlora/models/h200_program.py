@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.division import weight_specs
+from jaxlora.models.families.llama import Llama
 from jaxlora.models.forward import job_losses, training_options
-from jaxlora.models.llama import Llama
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec

@@ -13,8 +13,8 @@ from jaxlora.models.config import (
     UnroundedYarnScaling,
     YarnScaling,
 )
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import HfConfig
-from jaxlora.models.llama import LlamaLayer
 from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_names, linear_path
 

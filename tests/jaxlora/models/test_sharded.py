@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxlora.models import sharded
 from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
@@ -201,3 +202,21 @@ def test_a_mesh_of_another_size_is_refused():
     run = on_devices(spec, local, PartitionSpec(), PER_DEVICE)
     with pytest.raises(ValueError, match="fsdp=4 devices, but there is an axis of 2"):
         run(*arrays(spec), batches(2))
+
+
+@pytest.mark.needs_devices(2)
+def test_alike_layers_are_traced_once(monkeypatch):
+    spec, traced, run = make_spec(fsdp=2), [], sharded.run_layer
+
+    def counted(*args):
+        traced.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(sharded, "run_layer", counted)
+    base, tables = arrays(whole_spec(spec))
+
+    def gradients(base, batch):
+        return with_axis(loss_and_gradients(spec, base, tables, first(batch)))
+
+    jax.eval_shape(on_devices(spec, gradients, PER_DEVICE), base, batches(2))
+    assert len(traced) == 1

@@ -124,7 +124,9 @@ def test_recomputing_changes_rounding_at_most(train, pair, remat):
 @pytest.mark.needs_devices(4)
 @pytest.mark.parametrize("folder", MESHED, indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
-    pair = [job.replace(target_modules="all-linear") for job in small_jobs[:2]]
+    # In a fourth step, Qwen3.5 would magnify rounding errors of 6e-8 to 6e-6.
+    few = {"target_modules": "all-linear", "steps": 3}
+    pair = [job.replace(**few) for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}
     one = meshes.train("fsdp=1", pair, **given)
     sections = meshes.train("fsdp=1", pair, layers_per_program=1, **given)

@@ -4,8 +4,13 @@ from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
+from jaxlora.models.families.mixture import (
+    Mixture,
+    MixtureLayer,
+    MixtureModel,
+    NumExperts,
+)
 from jaxlora.models.hf_config import Count, Flag, number, only
-from jaxlora.models.mixture import Mixture, MixtureLayer, MixtureModel, NumExperts
 
 
 class OlmoeLayer(MixtureLayer):

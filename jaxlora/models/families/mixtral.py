@@ -4,8 +4,8 @@ import dataclasses
 from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.config import ExpertShape, Family
+from jaxlora.models.families.mixture import UNDIVIDED, Mixture, MixtureLayer, NumExperts
 from jaxlora.models.hf_config import Count, Heads, Windows, number, only
-from jaxlora.models.mixture import UNDIVIDED, Mixture, MixtureLayer, NumExperts
 
 _EXPERT = r"\.block_sparse_moe\.experts\.(\d+)\."
 

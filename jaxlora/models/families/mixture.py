@@ -9,8 +9,8 @@ from jaxlora.models.blocks.experts import Experts
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, ModelConfig
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import Flag, HfConfig, count, only
-from jaxlora.models.llama import LlamaLayer
 
 NumExperts = Annotated[int, count(2**12)]
 Features = Annotated[int, count(2**20)]

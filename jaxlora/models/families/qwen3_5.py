@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
@@ -11,6 +11,7 @@ from jaxlora.models.blocks.delta_net import DeltaNet
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Composite, DeltaShape, Family, ModelConfig, Rope
+from jaxlora.models.families.phi import PartialRotary, read_partial_rope
 from jaxlora.models.hf_config import (
     FULL,
     Count,
@@ -24,7 +25,6 @@ from jaxlora.models.hf_config import (
     only,
 )
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.models.phi import PartialRotary, read_partial_rope
 
 LINEAR = "linear_attention"
 
@@ -48,6 +48,10 @@ class Qwen35Model(ModelConfig):
 
     def delta_shape(self, layer: int) -> DeltaShape | None:
         return self.delta if self.is_linear[layer] else None
+
+    def divided(self, tensor: int) -> Self:
+        part = super().divided(tensor)
+        return dataclasses.replace(part, delta=self.delta.divided(tensor))
 
 
 class Qwen35Layer(DecoderLayer):
@@ -83,7 +87,6 @@ class Qwen35(HfConfig):
         models="text models of Qwen3.5, Qwen3.6",
         layer=Qwen35Layer,
         norm_offset=True,
-        undivided="in_proj_qkv cannot be cut into equal parts of heads",
         others=("mtp.",),
     )
     MODEL: ClassVar[type[ModelConfig]] = Qwen35Model

@@ -7,8 +7,7 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, Family, ModelConfig
-from jaxlora.models.hf_config import Count, Flag, Heads, Whole, Windows
-from jaxlora.models.mixture import (
+from jaxlora.models.families.mixture import (
     UNDIVIDED,
     Features,
     Mixture,
@@ -16,6 +15,7 @@ from jaxlora.models.mixture import (
     MixtureModel,
     NumExperts,
 )
+from jaxlora.models.hf_config import Count, Flag, Heads, Whole, Windows
 
 
 class _QwenMoe(Mixture):
