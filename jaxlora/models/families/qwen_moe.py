@@ -1,106 +1,36 @@
-"""Qwen3 with experts."""
+"""Qwen2 and Qwen3 with experts."""
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
-from jaxlora.models.blocks.experts import Experts
-from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.config import Family, ModelConfig
-from jaxlora.models.families.llama import LlamaLayer
-from jaxlora.models.hf_config import Count, Flag, Heads, HfConfig, Windows, count, only
+from jaxlora.models.config import ExpertShape, Family, ModelConfig
+from jaxlora.models.families.mixture import (
+    UNDIVIDED,
+    Features,
+    Mixture,
+    MixtureLayer,
+    MixtureModel,
+    NumExperts,
+)
+from jaxlora.models.hf_config import Count, Flag, Heads, Whole, Windows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3MoeModel(ModelConfig):
-    """The mathematics of a Qwen3 with experts.
-
-    Attributes:
-        num_experts: Number of experts of a layer.
-        num_chosen: How many of them a token chooses.
-        expert_features: Width of an expert.
-        normalizes: Whether the weights of a token's experts are divided by their sum.
-        has_experts: Whether each layer has experts in the place of an MLP.
-    """
-
-    LAYERWISE: ClassVar[tuple[str, ...]] = (*ModelConfig.LAYERWISE, "has_experts")
-
-    num_experts: int
-    num_chosen: int
-    expert_features: int
-    normalizes: bool
-    has_experts: tuple[bool, ...]
-
-    def layer_kind(self, layer: int) -> Hashable:
-        return self.has_experts[layer]
-
-
-class Qwen3MoeLayer(LlamaLayer):
-    """A layer with experts or an MLP, which normalizes each head."""
-
-    def __init__(self, config: Qwen3MoeModel, make: LayerBuilder):
-        super().__init__(config, make, norms="head")
-
-    def make_mlp(self, config: Qwen3MoeModel, make: LayerBuilder) -> Experts | Mlp:
-        if not config.has_experts[make.number]:
-            return Mlp(config, make)
-        return Experts(
-            config,
-            make,
-            number=config.num_experts,
-            chosen=config.num_chosen,
-            features=config.expert_features,
-            normalizes=config.normalizes,
-        )
-
-
-class Qwen3Moe(HfConfig):
-    """The config.json of a Qwen3 with experts."""
-
-    FAMILY: ClassVar[Family] = Family(
-        model_type="qwen3_moe",
-        models="Qwen3 with experts",
-        layer=Qwen3MoeLayer,
-        undivided="its experts are whole on each device",
-    )
-    MODEL: ClassVar[type[ModelConfig]] = Qwen3MoeModel
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"router_aux_loss_coef"})
+class _QwenMoe(Mixture):
+    """Some layers may have an MLP, whose width is `intermediate_size`."""
 
     max_position_embeddings: Count = 32768
-    num_key_value_heads: Heads | None = 4
-    hidden_act: Annotated[Any, only("silu")] = "silu"
-    attention_bias: Flag = False
     sliding_window: Count | None = 4096
     use_sliding_window: Flag = False
-    num_experts: Annotated[int, count(2**12)] = 128
-    num_local_experts: Annotated[int, count(2**12)] | None = None  # transformers 5
-    num_experts_per_tok: Annotated[int, count(2**12)] = 8
-    moe_intermediate_size: Annotated[int, count(2**20)] = 768
-    norm_topk_prob: Flag = False
+    moe_intermediate_size: Features
     decoder_sparse_step: Count = 1
     mlp_only_layers: Any = None
-    output_router_logits: Annotated[Any, only(False)] = False
 
-    def build(self, **fields: Any) -> ModelConfig:
-        number = self.num_local_experts or self.num_experts
-        if self.num_experts_per_tok > number:
-            raise ModelError(
-                f"config.json has num_experts_per_tok={self.num_experts_per_tok}, more "
-                f"than its {number} experts."
-            )
-        return super().build(
-            qkv_bias=self.attention_bias,
-            o_bias=self.attention_bias,
-            num_experts=number,
-            num_chosen=self.num_experts_per_tok,
-            expert_features=self.moe_intermediate_size,
-            normalizes=self.norm_topk_prob,
-            has_experts=self.has_experts(),
-            **fields,
-        )
+    def expert_shape(self) -> ExpertShape:
+        shape = super().expert_shape()
+        return dataclasses.replace(shape, features=self.moe_intermediate_size)
 
     def has_experts(self) -> tuple[bool, ...]:
         """Returns whether each layer has experts."""
@@ -112,6 +42,68 @@ class Qwen3Moe(HfConfig):
             )
         step = self.decoder_sparse_step
         return tuple(i not in dense and (i + 1) % step == 0 for i in layers)
+
+
+class Qwen2Moe(_QwenMoe):
+    """The config.json of a Qwen2 with experts, one of which all tokens pass."""
+
+    FAMILY: ClassVar[Family] = Family(
+        model_type="qwen2_moe",
+        models="Qwen1.5 and Qwen2 with experts",
+        layer=MixtureLayer,
+        undivided=UNDIVIDED,
+    )
+
+    num_key_value_heads: Heads | None = 16
+    num_experts: NumExperts = 60
+    num_experts_per_tok: NumExperts = 4
+    moe_intermediate_size: Features = 1408
+    shared_expert_intermediate_size: Features = 5632
+    max_window_layers: Whole = 28
+    qkv_bias: Flag = True
+
+    def build(self, **fields: Any) -> ModelConfig:
+        return super().build(qkv_bias=self.qkv_bias, **fields)
+
+    def expert_shape(self) -> ExpertShape:
+        shared = self.shared_expert_intermediate_size
+        return dataclasses.replace(super().expert_shape(), shared_features=shared)
+
+    def layer_windows(self) -> Windows:
+        layers = range(self.num_hidden_layers)
+        return self.typed_windows(
+            self.sliding_window if self.use_sliding_window else None,
+            [i % 2 == 0 and i < self.max_window_layers for i in layers],
+            may_differ=True,
+        )
+
+
+class Qwen3MoeLayer(MixtureLayer):
+    """A layer that normalizes each head of the queries and keys."""
+
+    def __init__(self, config: MixtureModel, make: LayerBuilder):
+        super().__init__(config, make, norms="head")
+
+
+class Qwen3Moe(_QwenMoe):
+    """The config.json of a Qwen3 with experts."""
+
+    FAMILY: ClassVar[Family] = Family(
+        model_type="qwen3_moe",
+        models="Qwen3 with experts",
+        layer=Qwen3MoeLayer,
+        undivided=UNDIVIDED,
+    )
+
+    num_key_value_heads: Heads | None = 4
+    attention_bias: Flag = False
+    num_experts: NumExperts = 128
+    num_experts_per_tok: NumExperts = 8
+    moe_intermediate_size: Features = 768
+
+    def build(self, **fields: Any) -> ModelConfig:
+        bias = self.attention_bias
+        return super().build(qkv_bias=bias, o_bias=bias, **fields)
 
     def layer_windows(self) -> Windows:
         window = self.sliding_window if self.use_sliding_window else None

@@ -17,7 +17,7 @@ from jaxlora.models.registry import model_config
 from jaxlora.models.residuals import pull_back
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -67,7 +67,7 @@ def random(shapes, seed: int):
 
 def arrays(spec: DecoderSpec):
     """Random weights and adapter tables, by path."""
-    tables = to_paths(spec.stacks, random(spec.adapter_shapes(), 1), axis=1)
+    tables = to_modules(spec.stacks, random(spec.adapter_shapes(), 1))
     return random(spec.base_shapes(), 0), tables
 
 
