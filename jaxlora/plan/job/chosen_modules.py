@@ -255,7 +255,7 @@ def _other_modules(
 ) -> dict[str, str]:
     """Returns the stated targets, ranks and scalings that are not those, by cure."""
     stated, found = job.model_fields_set, {}
-    if "expert_rank" not in stated:
+    if "expert_rank" not in stated and not job.use_vera:  # which has no such rank
         job = job.replace(expert_rank="full")
     asked = resolve_targets(job, linear_names, chosen_experts=num_chosen)
 
