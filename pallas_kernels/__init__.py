@@ -3,6 +3,13 @@
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, get_backend
 from jaxlora.pallas_kernels.dora import DoraGain, column_norms, dora_gain
 from jaxlora.pallas_kernels.dropout import Dropout, MaskWords, dropout_keys, mask_words
+from jaxlora.pallas_kernels.expert_rows import (
+    RowPlan,
+    combine_rows,
+    gather_rows,
+    route_rows,
+)
+from jaxlora.pallas_kernels.experts import expert_gate, expert_linears, expert_output
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import (
     compile_program,
@@ -36,6 +43,7 @@ from jaxlora.pallas_kernels.quantized import (
     OPTIONS,
     Fp8Weight,
     Int8Weight,
+    Mxfp4Weight,
     Nf4Weight,
     QuantizedWeight,
     WeightOptions,
@@ -59,17 +67,24 @@ __all__ = [
     "KernelSettings",
     "LinearShape",
     "MaskWords",
+    "Mxfp4Weight",
     "Nf4Weight",
     "Projection",
     "QuantizedWeight",
     "RowArguments",
     "RowFunction",
+    "RowPlan",
     "WeightOptions",
     "column_norms",
+    "combine_rows",
     "compile_program",
     "dora_gain",
     "dropout_keys",
+    "expert_gate",
+    "expert_linears",
+    "expert_output",
     "frozen_linear",
+    "gather_rows",
     "get_backend",
     "kernel_settings",
     "lowers_elsewhere",
@@ -82,6 +97,7 @@ __all__ = [
     "prepare_to_load",
     "produce",
     "quantize_rows",
+    "route_rows",
     "row_scale",
     "start_workers",
     "trace_program",

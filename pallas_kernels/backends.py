@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxlora.pallas_kernels.expert_rows import RowPlan
 from jaxlora.pallas_kernels.mosaic import support as mosaic
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.triton import target as triton
@@ -20,14 +21,18 @@ from jaxlora.pallas_kernels.xla import layer as xla
 
 @runtime_checkable
 class Forward(Protocol):
-    """Computes y [T, N] of each projection, and what its backward pass keeps."""
+    """Computes y [T, N] of each projection, and what its backward pass keeps.
+
+    The layer is the index of w in its stack, [1]. With the rows of experts in the place
+    of block_adapter, it is the expert of each tile.
+    """
 
     def __call__(
         self,
         x: Float[Array, "T K"],
         projections: tuple[Projection, ...],
-        layer: Int[Array, " 1"],
-        block_adapter: Int[Array, " NB"],
+        layer: Int[Array, " _"],
+        block_adapter: Int[Array, " NB"] | RowPlan,
         *,
         w_transposed: bool,
     ) -> tuple[list[jax.Array], Any]:
@@ -45,14 +50,16 @@ class Backward(Protocol):
         x: Float[Array, "T K"],
         projections: tuple[Projection, ...],
         s: Any,
-        layer: Int[Array, " 1"],
-        block_adapter: Int[Array, " NB"],
+        layer: Int[Array, " _"],
+        block_adapter: Int[Array, " NB"] | RowPlan,
         *,
         w_transposed: bool,
     ) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
         """Returns dx [T, K] in x's dtype, and the gradients of each projection.
 
-        These are `a` [G, K, R] and `b` [G, R, N], in float32.
+        These are `a` [G, K, R] and `b` [G, R, N], in float32. Back ends of experts also
+        take `row_weights`, [T]: then these two are the gradients of a function of
+        `row_weights * y`, and dx is that of y itself, as dy is.
         """
         ...
 

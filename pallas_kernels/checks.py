@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxlora.pallas_kernels.backends import BACKENDS, Backend, is_partitioned
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, MaskWords
+from jaxlora.pallas_kernels.expert_rows import RowPlan
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
 from jaxlora.pallas_kernels.projection import (
     ROWS,
@@ -43,6 +44,95 @@ def check_projections(
     )
     _check_mesh(backend)
     return made
+
+
+def check_experts(
+    backend: Backend,
+    x,
+    projections: Sequence[Projection],
+    plan: RowPlan,
+    *,
+    w_transposed: bool = False,
+) -> None:
+    """Checks linears of experts that share x."""
+    _check_alike(projections)
+    if x.shape[0] != plan.num_rows:
+        raise ValueError(
+            f"x has {x.shape[0]} rows, wanted the {plan.num_rows} of the plan. Make "
+            "them with gather_rows."
+        )
+    for p in projections:
+        _check_expert_projection(x, p, plan, w_transposed)
+        _check_supported(
+            backend,
+            LinearShape(
+                dtype=x.dtype,
+                in_features=x.shape[1],
+                out_features=p.b.shape[2],
+                rank=p.a.shape[2],
+                block_tokens=TILE_TOKENS,
+            ),  # no quantized w reaches a back end
+        )
+    _check_mesh(backend)
+
+
+def _check_expert_projection(
+    x, projection: Projection, plan: RowPlan, w_transposed: bool
+) -> None:
+    p, e, g = projection, plan.num_experts, plan.num_adapters
+    k, (n, r) = x.shape[1], (p.b.shape[2], p.a.shape[2])
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "w": (_expert_shape(x, p.w, e, w_transposed), (e, k, n)),
+        "a": (p.a.shape, (e * g, k, r)),
+        "b": (p.b.shape, (e * g, r, n)),
+        "scaling": (jnp.shape(p.scaling), (g,)),
+    }
+    if p.rank is not None:
+        shapes["rank"] = jnp.shape(p.rank), (g,)
+    if p.bias is not None:
+        shapes["bias"] = p.bias.shape, (e, n)
+    if isinstance(p.dropout, GivenMask):
+        raise ValueError(
+            "dropout is a GivenMask, and linears of experts take a Dropout, whose mask "
+            "is computed for each expert. Give one."
+        )
+    if p.dropout is not None:
+        shapes["dropout.rate"] = jnp.shape(p.dropout.rate), (g,)
+        shapes["dropout.token_index"] = p.dropout.token_index.shape, plan.row.shape[:1]
+    wrong = [
+        f"{name} {got}, wanted {wanted}"
+        for name, (got, wanted) in shapes.items()
+        if got != wanted
+    ]
+    if wrong:
+        raise ValueError(
+            f"shapes do not match x {x.shape}, {e} experts and {g} adapters: "
+            f"{'; '.join(wrong)}."
+        )
+    if not isinstance(p.w, QuantizedWeight) and x.dtype != p.w.dtype:
+        raise ValueError(f"x and w must share a dtype, got {x.dtype} and {p.w.dtype}.")
+    if p.settings is not None:
+        _check_settings(p.settings, g)
+    if p.dora is not None:
+        raise ValueError(
+            "a linear of experts has dora, which is not defined for experts. Leave it "
+            "out, and adapt experts with LoRA."
+        )
+
+
+def _expert_shape(x, w, num_experts: int, w_transposed: bool) -> tuple[int, ...]:
+    """Returns the shape of a stack of experts' weights, with N last; checks it."""
+    if not isinstance(w, QuantizedWeight):
+        e, *last = w.shape
+        return (e, *last[::-1]) if w_transposed else (e, *last)
+    if not w.is_stack:
+        raise ValueError(
+            f"w is one quantized weight ({w.format}), wanted a stack of {num_experts}: "
+            "give each of its arrays a first axis of experts."
+        )
+    _check_quantized(w.first(), x, is_stack=False, w_transposed=w_transposed)
+    (e,) = {len(x) for x in w.arrays.values()}
+    return e, *w.first().shape
 
 
 def _check_alike(projections: Sequence[Projection]) -> None:

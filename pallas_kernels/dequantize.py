@@ -40,12 +40,20 @@ def readable_weights(
     if not weights:
         return tuple(map(_with_stack, projections)), list(rows), w_transposed
     first = weights[0]
-    if first.reaches_backward_kernels if is_backward else first.reaches_kernels:
+    reaches = first.reaches_backward_kernels if is_backward else first.reaches_kernels
+    if reaches and not first.is_stack:
         return tuple(projections), list(rows), True
     weights, rows = jax.lax.optimization_barrier((weights, list(rows)))
-    made = (w.dequantize(dtype)[None] for w in weights)
+    made = (_dequantized(w, dtype) for w in weights)
     pairs = zip(projections, made, strict=True)
     return tuple(dataclasses.replace(p, w=w) for p, w in pairs), rows, True
+
+
+def _dequantized(w: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
+    """Returns the stack of a weight, or of the weights of all experts."""
+    if w.is_stack:
+        return jax.vmap(lambda one: one.dequantize(dtype))(w)
+    return w.dequantize(dtype)[None]
 
 
 def _with_stack(projection: Projection) -> Projection:

@@ -22,7 +22,8 @@ class MaskWords:
 
     Attributes:
         token: Multipliers and offsets of the tokens, in blocks of 64.
-        feature: Words of the features, by slot.
+        feature: Words of the features, by slot; or by adapter if a slot is an expert
+            with an adapter, `expert * G + adapter`.
         index: Index of this projection among the P.
     """
 
@@ -77,7 +78,12 @@ class Dropout:
         multiplier, offset = (
             token[:, i].reshape(-1)[:num_tokens].reshape(num_blocks, -1) for i in (0, 1)
         )
-        word = entries(feature[:, : shape[1]], slot)
+        row = slot
+        if (
+            feature.shape[0] < self.rate.shape[0]
+        ):  # the experts share an adapter's words
+            row = jax.lax.rem(slot, jnp.int32(feature.shape[0]))
+        word = entries(feature[:, : shape[1]], row)
         return _is_kept(multiplier, offset, word, entries(threshold(self.rate), slot))
 
     def given_key(self) -> UInt[Array, "G 2"]:
@@ -210,6 +216,34 @@ def mask_words(
     feature = feature_words(key[..., 1], num_features, first_feature)
     indices = np.arange(key.shape[0], dtype=np.int32)[:, None]
     return [MaskWords(token, feature, jnp.asarray(index)) for index in indices]
+
+
+def expert_mask_words(
+    key: UInt[Array, "G 2"],
+    block_slot: Int[Array, " NB"],
+    token_index: Int[Array, " S"],
+    num_experts: int,
+    num_features: int,
+) -> MaskWords:
+    """Computes the words of a linear of experts, whose mask depends on the expert, too.
+
+    The words of the tokens differ by expert, and those of the features do not, as a
+    table of them for each expert and adapter would be large.
+
+    Args:
+        key: The words of `dropout_keys` of each adapter.
+        block_slot: Slot of each block of rows, `expert * G + adapter`; -1 for padding.
+        token_index: The index of each row's token in its job's global batch.
+        num_experts: X.
+        num_features: K.
+    """
+    expert = jnp.arange(1, num_experts + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
+    of_slot = _mix(key[:, 0] ^ _mix(expert)[:, None]).reshape(-1)
+    slot_key = jnp.stack([of_slot, of_slot], axis=1)[None]
+    (words,) = mask_words(slot_key, block_slot, token_index, 0)
+    num_features = -(-num_features // TILE_FEATURES) * TILE_FEATURES
+    feature = feature_words(key[None, :, 1], num_features)
+    return dataclasses.replace(words, feature=feature)
 
 
 def keep_mask(

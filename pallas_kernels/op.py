@@ -142,7 +142,7 @@ def multi_lora_linears(
         backend, x, projections, block_adapter, layer=layer, w_transposed=w_transposed
     )
     index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
-    op = _with_gradient(passes_of(backend, s_names))
+    op = with_gradient(passes_of(backend, s_names))
     arrays = x, made, index, jnp.asarray(block_adapter), s
     x, made, index, blocks, s = vary(arrays, varying_axes(arrays))
     plain = tuple(dataclasses.replace(p, dora=None) for p in made)
@@ -284,7 +284,7 @@ class Passes:
         # The residuals hold w itself, so that a caller which has it need not keep it.
         return y, (x, projections, s, layer, block_adapter)
 
-    def backward(self, w_transposed, residuals, dy, ds=None):
+    def backward(self, w_transposed, residuals, dy, ds=None, row_weights=None):
         """Returns the gradients of x and of the projections.
 
         Args:
@@ -292,12 +292,15 @@ class Passes:
             residuals: What the forward pass kept.
             dy: Gradient of each projection's y.
             ds: What was computed beside dy; None: it is computed here.
+            row_weights: Weights of rows in the gradients of A and B; see `Backward`.
         """
         x, projections, *rest = residuals
         readable, dy, is_n_k = readable_weights(
             projections, dy, x.dtype, w_transposed, is_backward=True
         )
-        given = {} if ds is None else {"ds": list(ds)}
+        given: dict[str, Any] = {} if ds is None else {"ds": list(ds)}
+        if row_weights is not None:
+            given["row_weights"] = row_weights
         with own_settings(self.precision):
             results = self.backend.backward(
                 dy, x, readable, *rest, w_transposed=is_n_k, **given
@@ -312,7 +315,7 @@ def passes_of(backend: Backend, s_names: tuple[str, ...]) -> Passes:
 
 
 @functools.cache
-def _with_gradient(passes: Passes):
+def with_gradient(passes: Passes):
     """Makes the op of a forward and a backward pass."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

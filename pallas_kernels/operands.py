@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords, mask_words
+from jaxlora.pallas_kernels.expert_rows import RowPlan
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.projection import (
     RANK_STEP,
@@ -64,11 +65,21 @@ class Blocks:
         slot: Slot of each block; -1 for padding.
         order: Blocks sorted by slot, with padding last.
         starts: Index in `order` of each slot's first block, and of the padding's.
+        num_tiles: Number of pairs of blocks, [1]; the kernels neither read nor write
+            the rows of those after them. None: all of them.
+        usual_number: Number of blocks in these, as launches are planned; None: all.
     """
 
     slot: Int[Array, " NB"]
     order: Int[Array, " NB"]
     starts: Int[Array, " G1"]
+    num_tiles: Int[Array, " 1"] | None = None
+    usual_number: int | None = None
+
+    @property
+    def planned_number(self) -> int:
+        """Number of blocks for which launches are planned."""
+        return self.slot.shape[0] if self.usual_number is None else self.usual_number
 
 
 def make_blocks(
@@ -97,6 +108,12 @@ def make_blocks(
     bound = jnp.arange(num_slots + 1, dtype=jnp.int32)
     starts = (key[None] < bound[:, None]).sum(axis=1, dtype=jnp.int32)
     return Blocks(slot, order, starts)
+
+
+def blocks_of(plan: RowPlan) -> Blocks:
+    """Returns the blocks of experts' rows."""
+    usual, num_tiles = plan.usual_blocks, plan.num_tiles
+    return Blocks(plan.slot, plan.order, plan.starts, num_tiles, usual)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,18 +157,21 @@ class Operands:
 
 
 def make_operands(
-    x: jax.Array, projections: Sequence[Projection], block_adapter: jax.Array
+    x: jax.Array, projections: Sequence[Projection], rows: jax.Array | RowPlan
 ) -> Operands:
     """Casts A and B, pads their ranks, and makes what the projections were not given.
 
     Args:
         x: Token rows, [T, K]; those of a token block are a multiple of 64.
         projections: The linears, all with dropout or all without.
-        block_adapter: The slot of each token block, [NB]; -1 for padding.
+        rows: The slot of each token block, [NB], -1 for padding; or experts' rows.
     """
     largest = max(p.a.shape[2] for p in projections)
     rank = padded_rank(largest)
-    blocks = make_blocks(block_adapter, projections[0].a.shape[0], x.shape[0])
+    if isinstance(rows, RowPlan):
+        blocks = blocks_of(rows)
+    else:
+        blocks = make_blocks(rows, projections[0].a.shape[0], x.shape[0])
     return Operands(
         a=[_pad_rank(p.a.astype(x.dtype), 2, rank) for p in projections],
         b=[_pad_rank(p.b.astype(x.dtype), 1, rank) for p in projections],
@@ -195,3 +215,12 @@ def _mask_source(
         return dropout.words
     own = dropout.given_key()[None], blocks.slot, dropout.token_index
     return mask_words(*own, num_features)[0]
+
+
+def weigh(
+    rows: Float[Array, "T R"], row_weights: Float[Array, " T"] | None
+) -> Float[Array, "T R"]:
+    """Multiplies rows by weights, if there are any; keeps the dtype."""
+    if row_weights is None:
+        return rows
+    return (rows * row_weights[:, None]).astype(rows.dtype)

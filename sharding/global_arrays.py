@@ -66,15 +66,16 @@ def put_converted(
         x: The array, the same on each process.
         where: Placement of the result; None: JAX's default device.
         dtype: Dtype of the result.
-        transpose: Whether the result is the transpose of a matrix.
+        transpose: Whether the result is the transpose of a matrix, or of each matrix
+            of several.
     """
     if where is None:
         return _put_part(x, None, jax.default_backend(), dtype, transpose)
-    shape = x.shape[::-1] if transpose else x.shape
+    shape = _swapped(x.shape) if transpose else x.shape
     parts = []
     for device, index in where.addressable_devices_indices_map(shape).items():
         assert index is not None
-        part = x[index[::-1] if transpose else index]
+        part = x[_swapped(index) if transpose else index]
         parts.append(_put_part(part, device, device.platform, dtype, transpose))
     return jax.make_array_from_single_device_arrays(shape, where, parts, dtype=dtype)
 
@@ -94,7 +95,13 @@ def _put_part(
     # Here, copying with strides transposes faster than a program of XLA does. There is
     # none to compile, either.
     x = x.astype(dtype, copy=False)
-    return jax.device_put(x.T if transpose else x, device)
+    return jax.device_put(x.swapaxes(-1, -2) if transpose else x, device)
+
+
+def _swapped[T](axes: tuple[T, ...]) -> tuple[T, ...]:
+    """Returns what is given for the axes, as it is after the last two are swapped."""
+    *first, row, column = axes
+    return *first, column, row
 
 
 def _transposed(x: np.ndarray) -> np.ndarray:
@@ -103,7 +110,7 @@ def _transposed(x: np.ndarray) -> np.ndarray:
     NumPy would keep the lock for a dtype that is not its own, such as bfloat16.
     """
     same_size = np.dtype(f"u{x.dtype.itemsize}")
-    return np.ascontiguousarray(x.view(same_size).T).view(x.dtype)
+    return np.ascontiguousarray(x.view(same_size).swapaxes(-1, -2)).view(x.dtype)
 
 
 def _put_in_pieces(x: np.ndarray, device: jax.Device | None) -> list[jax.Array]:
@@ -127,7 +134,7 @@ def _put_in_pieces(x: np.ndarray, device: jax.Device | None) -> list[jax.Array]:
 )
 def _converted(pieces: list[jax.Array], dtype: DTypeLike, transpose: bool) -> jax.Array:
     x = jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
-    return (x.T if transpose else x).astype(dtype)
+    return (x.swapaxes(-1, -2) if transpose else x).astype(dtype)
 
 
 def everywhere(tree: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxlora.models.config import ModelConfig, Rope
-from jaxlora.models.llama import Llama
+from jaxlora.models.families.llama import Llama
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names, linear_path

@@ -12,7 +12,7 @@ from pydantic import NonNegativeInt, PlainSerializer, PlainValidator
 
 from jaxlora.config.rules import row_tokens
 from jaxlora.errors import AdapterError
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ModelConfig, shared_path
 from jaxlora.models.slot_modules import HEAD_ROWS, SLOT_MODULES
 from jaxlora.models.structure import linear_path
 from jaxlora.modules.trained_tensors import (
@@ -191,12 +191,13 @@ class Adapter:
         """Returns the part of the adapter in some modules, such as those of a stage.
 
         Args:
-            paths: Dotted paths of the modules (`layers.0.mlp.up_proj`, `score`).
+            paths: Dotted paths of the modules (`layers.0.mlp.up_proj`, `score`); the
+                experts of a layer share one, see `shared_path`.
         """
         modules = {
             name: weights
             for name, weights in self.modules.items()
-            if linear_path(name) in paths
+            if shared_path(linear_path(name)) in paths
         }
         outside = {name: own for name, own in self.outside.items() if name in paths}
         return dataclasses.replace(self, modules=modules, outside=outside)

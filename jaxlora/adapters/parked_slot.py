@@ -8,6 +8,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.state import Kind, evaluated, own_shapes
 from jaxlora.adapters.optimizers.table import ADAMW, OPTIMIZERS
+from jaxlora.models.config import shared_path
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.structure import linear_path
 from jaxlora.modules.trained_tensors import tensor_paths, unpadded
@@ -97,11 +98,12 @@ class ParkedSlot:
         """Returns the part of the state in some linears, such as those of a stage.
 
         Args:
-            paths: Dotted paths of the linears (`layers.0.mlp.up_proj`).
+            paths: Dotted paths of the linears (`layers.0.mlp.up_proj`); the experts of
+                a layer share one, see `shared_path`.
         """
 
         def mine(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {p: a for p, a in tensors.items() if p.rpartition(".")[0] in paths}
+            return {p: a for p, a in tensors.items() if _module_of(p) in paths}
 
         kinds = {kind: mine(tensors) for kind, tensors in self.by_kind().items()}
         return ParkedSlot.of(kinds, self.optimizer)
@@ -142,6 +144,10 @@ class ParkedSlot:
             for path, weight in self.params.items()
         }
         return adapter_from_rows(weights, like)
+
+
+def _module_of(path: str) -> str:
+    return shared_path(path.rpartition(".")[0])
 
 
 # Returns the state of a slot as it was when the snapshot was taken; a ValueError says

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, REPLICATED, StageSharding
+from jaxlora.models.config import shared_path
 from jaxlora.models.slot_settings import (
     SlotSetting,
     SlotSettings,
@@ -81,7 +82,8 @@ class SettingsTable:
             return new
         if setting.is_of_linears:
             for name, weights in adapter.modules.items():
-                new[self._places[linear_path(name)]] = setting.value(adapter, weights)
+                place = self._places[shared_path(linear_path(name))]
+                new[place] = setting.value(adapter, weights)
         elif (value := setting.value(adapter)) is not None:
             value = np.asarray(value)
             if setting.is_shared:  # the linears here may have fewer features

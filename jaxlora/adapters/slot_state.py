@@ -160,7 +160,7 @@ def padded_rows(
             zero.
     """
     rows = {n: np.zeros(table.shape[1:], table.dtype) for n, table in tables.items()}
-    views = to_paths(stacks, rows, axis=0)
+    views = to_paths(stacks, rows)
     for path, tensor in tensors.items():
         # The first B is zero, as the rows are. To write it would make the kernel of
         # the host find memory for it, which takes longer than to draw A.

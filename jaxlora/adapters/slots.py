@@ -290,7 +290,7 @@ class SlotTable:
             kinds = {}
             for kind, own in shapes[slot].items():
                 rows = {n: np.asarray(table)[slot] for n, table in tables[kind].items()}
-                kinds[kind] = _own(to_paths(self._stacks(rows), rows, axis=0), own)
+                kinds[kind] = _own(to_paths(self._stacks(rows), rows), own)
             return ParkedSlot.of(kinds, optimizers[slot])
 
         return read
@@ -329,7 +329,7 @@ class SlotTable:
             name: part.reshape(shape)
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
-        return to_paths(self._stacks(rows), rows, axis=0)
+        return to_paths(self._stacks(rows), rows)
 
     def _padded(self, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Rows:
         """Returns the rows of a slot for tensors by path, and zeros for the others."""

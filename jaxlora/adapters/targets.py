@@ -8,6 +8,7 @@ from jaxlora.adapters.adapter import lora_scaling
 from jaxlora.common.patterns import Patterns
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
+from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.structure import linear_path
 from jaxlora.modules.variants.table import replaces_lora
 
@@ -44,6 +45,7 @@ class Targets:
     Attributes:
         where: What has these settings, for errors.
         target_modules: See `LoraJob`, as for the others.
+        target_parameters: Further linears, of experts.
         exclude_modules: Linears that are left out.
         layers_to_transform: Numbers of the layers; empty: all.
         layers_pattern: Name of the list of layers.
@@ -51,12 +53,15 @@ class Targets:
 
     where: str
     target_modules: Wanted
+    target_parameters: Sequence[str] = ()
     exclude_modules: Wanted = ()
     layers_to_transform: Sequence[int] = ()
     layers_pattern: Wanted = ()
 
 
-def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, ModuleLora]:
+def resolve_targets(
+    job: LoraJob, linear_names: Sequence[str], *, chosen_experts: int = 1
+) -> dict[str, ModuleLora]:
     """Selects the linears that a job adapts, in the model's order.
 
     The first pattern that matches the end of a name sets its rank or alpha.
@@ -64,15 +69,18 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     Args:
         job: The job's settings.
         linear_names: Names of the model's linears.
+        chosen_experts: How many experts a token chooses, if there are any.
 
     Raises:
-        ConfigError: As for `choose_linears`, or a pattern matches nothing.
+        ConfigError: As for `choose_linears`, or a pattern matches nothing, or not all
+            experts of a layer are adapted in the same way.
     """
     where = f"job {job.name!r}"
     patterns = Patterns(where)
     targets = Targets(
         where=where,
         target_modules=job.target_modules,
+        target_parameters=job.target_parameters,
         exclude_modules=job.exclude_modules,
         layers_to_transform=job.layers_to_transform,
         layers_pattern=job.layers_pattern,
@@ -80,7 +88,9 @@ def resolve_targets(job: LoraJob, linear_names: Sequence[str]) -> dict[str, Modu
     chosen = choose_linears(targets, linear_names, patterns)
     for key in ("rank_pattern", "alpha_pattern"):
         _check_pattern(where, key, getattr(job, key), chosen, patterns)
-    return {name: _module(job, name, patterns) for name in chosen}
+    modules = {name: _module(job, name, patterns, chosen_experts) for name in chosen}
+    _check_experts(job, modules, linear_names)
+    return modules
 
 
 def choose_linears(
@@ -107,7 +117,12 @@ def choose_linears(
     for key in ("target_modules", "exclude_modules"):
         if isinstance(getattr(targets, key), str):
             patterns.check(key, getattr(targets, key))
-    chosen = [n for n in linear_names if _matches(targets.target_modules, n, patterns)]
+    chosen = [
+        name
+        for name in linear_names
+        if _matches(targets.target_modules, name, patterns)
+        or _matches(targets.target_parameters, _parameter(name), patterns)
+    ]
     _check_targets(targets, linear_names, chosen, patterns)
     if targets.layers_to_transform:
         _check_layers(targets, linear_names, patterns)
@@ -190,16 +205,62 @@ def check_ranks(
             )
 
 
-def _module(job: LoraJob, name: str, patterns: Patterns) -> ModuleLora:
+def _module(
+    job: LoraJob, name: str, patterns: Patterns, chosen_experts: int
+) -> ModuleLora:
     if replaces_lora(job.is_set):
         return ModuleLora(rank=job.rank, lora_alpha=job.rank, scaling=1.0)
-    rank = pattern_value(job.rank_pattern, name, job.rank, patterns)
+    rank = pattern_value(job.rank_pattern, name, None, patterns)
     lora_alpha = pattern_value(job.alpha_pattern, name, job.lora_alpha, patterns)
+    if rank is None:
+        rank = _expert_rank(job, chosen_experts) if is_of_expert(name) else job.rank
+        part = rank / job.rank  # with which the scaling stays
+        lora_alpha *= part**0.5 if job.use_rslora else part
     return ModuleLora(
         rank=rank,
         lora_alpha=lora_alpha,
         scaling=lora_scaling(lora_alpha, rank, job.use_rslora),
     )
+
+
+def _expert_rank(job: LoraJob, chosen_experts: int) -> int:
+    if job.expert_rank == "scaled":
+        return max(1, job.rank // chosen_experts)
+    return job.rank if job.expert_rank == "full" else job.expert_rank
+
+
+def _check_experts(
+    job: LoraJob, modules: Mapping[str, ModuleLora], linear_names: Sequence[str]
+) -> None:
+    """Checks that the experts of a layer are adapted alike, and by LoRA alone."""
+    ranks: dict[str, set[ModuleLora | None]] = {}
+    for name in filter(is_of_expert, linear_names):
+        ranks.setdefault(shared_path(name), set()).add(modules.get(name))
+    adapted = {name: own for name, own in ranks.items() if own != {None}}
+    for name, own in adapted.items():
+        if len(own) > 1:
+            raise ConfigError(
+                f"job {job.name!r}: the experts of {name} differ in rank or alpha, or "
+                "only some are adapted. Give all experts of a layer the same."
+            )
+    kinds = {
+        "use_dora": job.use_dora,
+        "use_vera": job.use_vera,
+        "init_lora_weights": job.keeps_start,
+    }
+    if adapted and (setting := next((k for k, x in kinds.items() if x), None)):
+        raise ConfigError(
+            f"job {job.name!r} has {setting}={getattr(job, setting)} and adapts "
+            f"{next(iter(adapted))}: experts take LoRA only, with a start that does "
+            "not depend on their weights. Leave it out, or give target_modules that "
+            "are not of experts, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
+    odd = [own.rank for (own,) in adapted.values() if own is not None and own.rank % 2]
+    if job.init_lora_weights == "orthogonal" and odd:
+        raise ConfigError(
+            f"job {job.name!r}: init_lora_weights=orthogonal needs even ranks, and "
+            f"that of experts is {odd[0]}. Set expert_rank to an even number."
+        )
 
 
 def pattern_value[V](
@@ -232,6 +293,17 @@ def _matches(wanted: Wanted, name: str, patterns: Patterns) -> bool:
     return any(name == w or name.endswith(f".{w}") for w in wanted)
 
 
+def _parameter(name: str) -> str:
+    """Returns PEFT's name of the weight that has the linear of an expert, if any.
+
+    PEFT knows the weights of all experts as one parameter, with gate and up in one.
+    """
+    if not is_of_expert(name):
+        return ""
+    path, _, linear = shared_path(name).rpartition(".")
+    return f"{path}.{'down_proj' if linear == 'down_proj' else 'gate_up_proj'}"
+
+
 def _is_all_linear(wanted: Wanted) -> bool:
     return isinstance(wanted, str) and wanted.lower() == "all-linear"
 
@@ -249,6 +321,14 @@ def _check_targets(
     where, wanted = f"{targets.where}: target_modules", targets.target_modules
     entries = [wanted] if isinstance(wanted, str) else wanted
     exist = _suffixes(linear_names)
+    parameters = [_parameter(name) for name in linear_names]
+    for entry in targets.target_parameters:
+        _check_entry(
+            f"{targets.where}: target_parameters",
+            entry,
+            parameters,
+            sorted({n.partition(".mlp.")[2] for n in parameters}),
+        )
     for entry in entries:
         if frozen := _frozen_module(targets, entry, patterns):
             raise ConfigError(

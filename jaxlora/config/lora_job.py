@@ -55,6 +55,9 @@ class LoraJob(StrictModel):
         eval_seed: Which records `eval_fraction` holds out. Jobs with the same data,
             fraction and `eval_seed` hold out the same records, whatever their `seed`.
         rank: LoRA rank r.
+        expert_rank: Rank of the linears of experts, of which each token passes only a
+            few: `scaled` is r divided by their number, at least 1; `full` is r; or a
+            number. Their lora_alpha changes alike, so that the scaling stays.
         lora_alpha: The update is scaled by lora_alpha / r (see `use_rslora`).
         use_rslora: Scale by lora_alpha / sqrt(r) (rsLoRA, arXiv 2312.03732).
         use_dora: Also train the norms of the columns of W (DoRA, arXiv 2402.09353).
@@ -69,6 +72,8 @@ class LoraJob(StrictModel):
         dropout: Probability of dropping an input feature of the LoRA path.
         target_modules: Suffixes (`q_proj`), one regular expression for the whole
             module name, or `all-linear`.
+        target_parameters: Suffixes of PEFT's names of the experts' weights, such as
+            `mlp.experts.gate_up_proj`, whose linears are adapted, too.
         exclude_modules: Suffixes or one regular expression, taken from the targets.
         layers_to_transform: Numbers of the layers that are adapted; empty: all.
         layers_pattern: Name of the list of layers, `layers`, as PEFT asks for it.
@@ -143,6 +148,7 @@ class LoraJob(StrictModel):
     eval_seed: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
 
     rank: PositiveInt = 16
+    expert_rank: Literal["scaled", "full"] | PositiveInt = "scaled"
     lora_alpha: PositiveFloat = 32.0
     use_rslora: Bool = False
     use_dora: Annotated[Bool, VariantFile("dora")] = False
@@ -154,6 +160,7 @@ class LoraJob(StrictModel):
     )
     dropout: Fraction = 0.0
     target_modules: Texts = "all-linear"
+    target_parameters: tuple[str, ...] = ()
     exclude_modules: Texts = ()
     layers_to_transform: Indices = ()
     layers_pattern: Texts = ()
@@ -222,13 +229,3 @@ class LoraJob(StrictModel):
         given = self.trainable_token_indices
         given = given if isinstance(given, dict) else {"embed_tokens": given}
         return {"embed_tokens": (), "lm_head": ()} | given
-
-    @pydantic.field_validator("target_modules")
-    @classmethod
-    def _targets_are_not_empty(cls, targets: str | tuple[str, ...]):
-        if not targets:
-            raise ValueError(
-                "target_modules is empty, so nothing would be trained. Give suffixes "
-                "such as ['q_proj', 'v_proj'], a regular expression, or 'all-linear'."
-            )
-        return targets

@@ -47,6 +47,11 @@ def _schedule(job: Any, wrong: Wrong) -> None:
 def _trained_modules(job: Any, wrong: Wrong) -> None:
     targets = job.target_modules
     is_regex = isinstance(targets, str) and targets.lower() != "all-linear"
+    if not targets and not job.target_parameters:
+        wrong["target_modules"] = (
+            "target_modules is empty, so nothing would be trained. Give suffixes "
+            "such as ['q_proj', 'v_proj'], a regular expression, or 'all-linear'."
+        )
     if job.layers_pattern and not job.layers_to_transform:
         wrong["layers_pattern"] = (
             "layers_pattern says where layers_to_transform counts: set that, or leave "
@@ -130,6 +135,8 @@ NOT_OF_VERA = (
     "lora_plus_ratio",
     "rank_pattern",
     "alpha_pattern",
+    "expert_rank",
+    "target_parameters",
     "trainable_token_indices",
     "new_special_tokens",
 )

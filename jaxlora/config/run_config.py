@@ -51,6 +51,9 @@ class RunConfig(BaseSettings):
         slot_targets: Modules that get slots, as in `target_modules`, beyond those of
             the jobs: for jobs that join later.
         slot_dropout: Whether slots can drop features; None: if any job does.
+        expert_layout: How LoRA on experts is written to PEFT folders: `per_expert`, a
+            tensor for each linear of an expert; `fused`, one for those of all experts;
+            or `auto`: as peft reads it, per expert if it reads both.
         mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
             (pipeline stages), `fsdp` (devices that share the base weights) and `tensor`
             (devices that share each microbatch), such as `stage=2,fsdp=2`, or as a
@@ -147,6 +150,7 @@ class RunConfig(BaseSettings):
     slot_rank: PositiveInt | None = None
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
+    expert_layout: Literal["auto", "per_expert", "fused"] = "auto"
     mesh: str = ONE_DEVICE
     replicas: (
         Literal["auto"] | Annotated[tuple[ReplicaConfig, ...], AtLeastOne] | None

@@ -19,6 +19,7 @@ from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.banded_attention import band_tokens
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
 from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 
 class _DeltaWaits(NamedTuple):
@@ -39,6 +40,10 @@ class _DeltaWaits(NamedTuple):
 
 _PLAIN_DELTA = _DeltaWaits(9, 3.2)  # 4.7 ms forward, and 15 ms in both passes
 _TRITON_DELTA = _DeltaWaits(5.6, 3.6)  # 0.47 and 1.67 ms
+# The padding of experts depends on the tokens and the adapters of microbatches, which
+# are not known here.
+_MICROBATCH_TOKENS = 16384
+_MICROBATCH_SLOTS = 4
 # Traffic per score of plain XLA's attention, forward: in float32 to memory, three times
 # from there for the softmax, and the weights in bfloat16. It was not measured.
 _SCORE_BYTES = 20
@@ -58,6 +63,13 @@ class Work:
     flops: float = 0.0
     fp8_flops: float = 0.0
     memory_bytes: float = 0.0
+
+    def __rmul__(self, number: float) -> "Work":
+        return Work(
+            flops=number * self.flops,
+            fp8_flops=number * self.fp8_flops,
+            memory_bytes=number * self.memory_bytes,
+        )
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -98,10 +110,13 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work
     for name, linear in linears(spec.config, layer).items():
         path = f"layers.{layer}.{name}"
         is_adapted = path in spec.adapted
-        rank = spec.slots.rank if spec.slots is not None and is_adapted else 0
+        rank = 0
+        if spec.slots is not None and is_adapted:
+            rank = spec.slots.rank_of(is_of_experts=linear.experts is not None)
         fp8_forward, fp8_backward = _fp8_passes(spec, path)
-        forward += _product_work(linear, rank, is_fp8=fp8_forward)
-        backward += _product_work(linear, 2 * rank, is_fp8=fp8_backward)
+        copies = _copies(spec, linear)
+        forward += copies * _product_work(linear, rank, is_fp8=fp8_forward)
+        backward += copies * _product_work(linear, 2 * rank, is_fp8=fp8_backward)
     mixing = _mixing_passes(spec, layer, mean_tokens)
     attention, elementwise = mixing.forward, _elementwise_work(spec, layer)
     forward += attention + elementwise
@@ -149,6 +164,18 @@ def _product_work(linear: LayerLinear, rank: int, *, is_fp8: bool = False) -> Wo
     if is_fp8:
         return Work(flops=adapter, fp8_flops=frozen)
     return Work(flops=frozen + adapter)
+
+
+def _copies(spec: DecoderSpec, linear: LayerLinear) -> float:
+    """Returns how many rows of a token a linear computes, with a share of padding."""
+    shape = linear.experts
+    if shape is None:
+        return 1.0
+    num_slots = 1 if spec.slots is None else spec.slots.num_slots
+    num_groups = shape.number * min(num_slots, _MICROBATCH_SLOTS)
+    # Half of the last block of a group is padding, and half of a tile's last one.
+    padding = (num_groups + shape.number) / 2 * TILE_TOKENS
+    return shape.chosen + padding / _MICROBATCH_TOKENS
 
 
 def _mixing_passes(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work]:
@@ -209,7 +236,11 @@ def _delta_passes(shape: DeltaShape, dtype: jnp.dtype) -> Passes[Work]:
 def _elementwise_work(spec: DecoderSpec, layer: int) -> Work:
     """Memory traffic of norms, residual sums, rotary positions and the activation."""
     config = spec.config.at_layer(layer)
-    elements = 10 * config.hidden_size + 3 * config.intermediate_size
+    width, experts = config.hidden_size, config.expert_shape(layer)
+    elements = 10 * width + 3 * config.intermediate_size
+    if experts is not None:  # each copy is gathered, and added to its token
+        inner = experts.features * experts.chosen + (experts.shared_features or 0)
+        elements = 10 * width + 3 * inner + 4 * width * experts.chosen
     shape = config.delta_shape(layer)
     if shape is None:
         elements += 4 * (config.query_features + config.kv_features)
@@ -233,7 +264,7 @@ def _remat_work(
 
     def frozen(linear: LayerLinear) -> Work:
         is_fp8, _ = _fp8_passes(spec, f"layers.{layer}.{linear.name}")
-        return _product_work(linear, 0, is_fp8=is_fp8)
+        return _copies(spec, linear) * _product_work(linear, 0, is_fp8=is_fp8)
 
     if spec.options.remat == "layer":
         # Nothing in the backward pass needs the layer's output again.

@@ -15,6 +15,7 @@ from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import padded_rows
 from jaxlora.generate.programs import Programs, Tables, Weights, programs_of
 from jaxlora.hf.load import FrozenModel, OpenedModel
+from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.forward import Base
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_settings import SlotSettings
@@ -115,11 +116,12 @@ def load_decoder(
     options = DecoderOptions(
         dtype=model.dtype, base_format=model.base_format, max_segment_tokens=1
     )
+    adapted = {shared_path(linear_path(n)) for a in adapters for n in a.modules}
     spec = DecoderSpec(
         config=model.config,
         options=options,
         slots=_slot_shape(adapters),
-        adapted=tuple(sorted({linear_path(n) for a in adapters for n in a.modules})),
+        adapted=tuple(sorted(adapted)),
     )
     if isinstance(model, FrozenModel):
         base: Any = model.params
@@ -136,10 +138,15 @@ def load_decoder(
 def _slot_shape(adapters: tuple[Adapter, ...]) -> SlotShape | None:
     if not adapters:
         return None
+    modules = [own for adapter in adapters for own in adapter.modules.items()]
+    ranks = {is_expert: [1] for is_expert in (False, True)}
+    for name, weights in modules:
+        ranks[is_of_expert(name)].append(weights.rank)
     return SlotShape(
         num_slots=len(adapters) + 1,
         # An adapter may have nothing but the embedding or the head.
-        rank=max((w.rank for a in adapters for w in a.modules.values()), default=1),
+        rank=max(ranks[False]),
+        expert_rank=max(ranks[True]),
         use_dropout=False,
         settings=tuple(
             s for s in tensor_settings() if any(a.is_set(s) for a in adapters)

@@ -25,7 +25,7 @@ from jaxlora.models.forward import SINGLE_CALLS, Base
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.modules.base_param import BaseParam
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.routing import Routing
@@ -150,7 +150,7 @@ class _Stage:
 
     def bind(self, weights: Weights) -> Decoder:
         """Returns the stage with these arrays."""
-        tables = to_paths(self.spec.stacks, weights.adapters, axis=1)
+        tables = to_modules(self.spec.stacks, weights.adapters)
         # The linears would cast them anyway, and again for each token.
         cast = {
             path: table.astype(self.spec.options.dtype)

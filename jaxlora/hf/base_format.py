@@ -9,7 +9,7 @@ from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ModelConfig, shared_path
 from jaxlora.models.structure import (
     linear_names,
     linear_path,
@@ -55,7 +55,9 @@ def find_base_format(
         return _of_dense(config, quantize, keep_bf16, settings)
     layout = next(iter(linears.values())).layout
     paths = checkpoint.linear_paths
-    kept = tuple(path for path in paths if f"{path}.kernel" not in linears)
+    kept = tuple(
+        dict.fromkeys(shared_path(p) for p in paths if f"{p}.kernel" not in linears)
+    )
     if keep_bf16:
         _check_kept(kept_linears(config, keep_bf16), kept, layout)
     options = {x.options for x in linears.values()}
@@ -98,7 +100,8 @@ def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ..
             f"keep_bf16={list(keep_bf16)} matches every linear of the model, so that "
             "nothing would be quantized. Leave out quantize_base and keep_bf16."
         )
-    return tuple(linear_path(name) for name in names if name in kept)
+    paths = (shared_path(linear_path(name)) for name in names if name in kept)
+    return tuple(dict.fromkeys(paths))
 
 
 def change_settings(base: BaseFormat, settings: Mapping[str, Any]) -> BaseFormat:
@@ -168,10 +171,18 @@ def _refused(error: ValueError) -> ConfigError:
 
 
 def _checked(config: ModelConfig, base: BaseFormat) -> BaseFormat:
+    paths = (shared_path(linear_path(name)) for name in linear_names(config))
+    shared = {path for path in paths if path.partition(".experts.")[1]}
+    if wrong := sorted(filter(base.quantizes, shared)):
+        raise ModelError(
+            f"{wrong[0]} would be held as {base.name}, and experts are computed with "
+            "dense weights only. Set keep_bf16 to ['experts.*']; of a checkpoint whose "
+            "experts are quantized, make a dense one with `jaxlora convert`."
+        )
     quantized = dict.fromkeys(
         (name.split(".", 3)[3], shape)
         for name, shape in linear_shapes(config).items()
-        if base.quantizes(linear_path(name))
+        if base.quantizes(shared_path(linear_path(name)))
     )
     for name, (k, n) in quantized:
         _check_shape(base, name, n, k)

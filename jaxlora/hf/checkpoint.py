@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -83,7 +84,8 @@ class Checkpoint:
     def quantized(self) -> dict[str, StoredLinear]:
         """The quantized linears, by our path of the kernel."""
         paths = {f"{path}.kernel" for path in self.linear_paths}
-        specs = (spec for spec in self.specs() if spec.path in paths)
+        parts = (part for spec in self.specs() for part in spec.parts)
+        specs = (part for part in parts if part.path in paths)
         return find_stored_linears(self.layout, specs, self.files)
 
     @functools.cached_property
@@ -101,7 +103,7 @@ class Checkpoint:
             ModelError: A tensor is missing, has another shape or an unsupported dtype,
                 or does not belong to such a model.
         """
-        specs = self.specs()
+        specs = [part for spec in self.specs() for part in spec.parts]
         for spec in specs:
             if (linear := self.quantized.get(spec.path)) is not None:
                 linear.check()
@@ -236,7 +238,8 @@ def _without_files(folder: pathlib.Path) -> Checkpoint:
 
 def _with_files(planned: Checkpoint) -> Checkpoint:
     planned = _with_text_files(planned, safetensor_files(planned.folder))
-    files = planned.files
+    files = _with_single_experts(planned.files)
+    planned = dataclasses.replace(planned, files=files)
     _check_num_layers(planned, files)
     if not _has_own_head(planned.config, files):
         return planned
@@ -275,6 +278,30 @@ def _with_text_files(planned: Checkpoint, files: dict[str, TensorFile]) -> Check
         stored_names={name: stored for stored, name in text_names.items()},
         other_files=dict(sorted(others.items())),
     )
+
+
+def _with_single_experts(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    """Returns the files of all tensors, with one for each linear of an expert.
+
+    Transformers 5 can write the experts of a layer as two tensors, of which one has
+    gate and up of an expert, one after the other.
+    """
+    found = {}
+    for name, file in files.items():
+        match = _FUSED.fullmatch(name)
+        if match is None or len(file.shape(name)) != 3:
+            found[name] = file
+            continue
+        experts, kind = match.groups()
+        linears = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        parts = [
+            f"{experts}.{i}.{linear}.weight"
+            for i in range(file.shape(name)[0])
+            for linear in linears
+        ]
+        file.split(name, parts)
+        found |= dict.fromkeys(parts, file)
+    return found
 
 
 def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None:

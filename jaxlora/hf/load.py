@@ -216,11 +216,12 @@ def _load(
     began = time.perf_counter()
 
     def position(spec: TensorSpec) -> tuple[int, str, int]:
-        file = checkpoint.files[spec.hf_name]
+        name = spec.parts[0].hf_name
+        file = checkpoint.files[name]
         # No thread is left alone with a large tensor at the end. For the others, disks
         # read fastest from front to back.
         large = -(_stored_bytes(checkpoint, spec) // _LARGE_BYTES)
-        return large, str(file.path), file.offset(spec.hf_name)
+        return large, str(file.path), file.offset(name)
 
     specs = checkpoint.specs()
     ordered = sorted(specs, key=position)
@@ -250,7 +251,8 @@ def _load(
 def _stored_bytes(checkpoint: Checkpoint, spec: TensorSpec) -> int:
     """Returns the bytes of a weight's tensors in the checkpoint."""
     linear = checkpoint.quantized.get(spec.path)
-    names = [spec.hf_name] if linear is None else linear.tensor_names
+    parts = [part.hf_name for part in spec.parts]
+    names = parts if linear is None else linear.tensor_names
     return sum(checkpoint.files[name].num_bytes(name) for name in names)
 
 
@@ -259,7 +261,8 @@ def _host_bytes(checkpoint: Checkpoint, spec: TensorSpec, dtype: np.dtype) -> in
     stored = _stored_bytes(checkpoint, spec)
     if spec.path in checkpoint.quantized:
         return stored
-    kind = checkpoint.files[spec.hf_name].dtype(spec.hf_name)
+    name = spec.parts[0].hf_name
+    kind = checkpoint.files[name].dtype(name)
     cast = 0 if kind == dtype else 4 * (stored // kind.itemsize)  # float32 at most
     # Each device gets a part, of which the host makes a transposed copy if it is small.
     most = TRANSPOSED_BYTES * jax.device_count()
@@ -280,7 +283,7 @@ def _load_weight(
         stored, hashes = linear.read(check)
         params, squares = put_linear(spec.path, stored, base, place)
         return params, hashes, squares
-    path, name = spec.path, spec.hf_name
+    path = spec.path
     quantizes = (
         base is not None
         and not checkpoint.quantized
@@ -288,16 +291,44 @@ def _load_weight(
         and base.quantizes(path.removesuffix(".kernel"))
     )
     kind = np.dtype(np.float32) if quantizes else dtype
-    weight, digest = checkpoint.files[name].read(name, dtype=kind, check=check)
-    if weight.dtype == np.float64:  # which JAX has not
-        weight = weight.astype(kind)
+    weight, hashes = _read(checkpoint, spec, kind, check)
     if base is not None and quantizes:
         params, _ = put_linear(path, weight, base, place)
     else:
         where = None if place is None else place(path, spec.shape)
         array = put_converted(weight, where, dtype, transpose=spec.transpose)
         params = {path: jax.block_until_ready(array)}
-    return params, {name: digest}, np.zeros(2)
+    return params, hashes, np.zeros(2)
+
+
+def _read(
+    checkpoint: Checkpoint,
+    spec: TensorSpec,
+    dtype: np.dtype,
+    check: Callable[[], None],
+) -> tuple[np.ndarray, dict[str, str]]:
+    """Reads a dense weight, of which experts have a tensor each, and hashes it.
+
+    Args:
+        checkpoint: The checkpoint.
+        spec: The weight.
+        dtype: Dtype that it will be cast to.
+        check: See `TensorFile.read`.
+
+    Returns:
+        The weight as it is stored, experts one after the other, and the hash of each
+        tensor by Hugging Face's name.
+    """
+    names = [part.hf_name for part in spec.parts]
+    kinds = {checkpoint.files[name].dtype(name) for name in names}
+    # JAX has no float64.
+    is_kept = len(kinds) == 1 and kinds != {np.dtype(np.float64)}
+    weight = np.empty(spec.hf_shape, kinds.pop() if is_kept else dtype)
+    hashes, parts = {}, weight if len(names) > 1 else weight[None]
+    for name, part in zip(names, parts, strict=True):
+        file = checkpoint.files[name]
+        part[...], hashes[name] = file.read(name, dtype=dtype, check=check)
+    return weight, hashes
 
 
 def _fingerprint(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:

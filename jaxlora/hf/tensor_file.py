@@ -2,7 +2,7 @@
 
 import io
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -73,6 +73,22 @@ class TensorFile:
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives tensors other names than in the file, from now on."""
         self._header = {names.get(name, name): x for name, x in self._header.items()}
+
+    def split(self, name: str, parts: Sequence[str]) -> None:
+        """Divides a tensor X N K into matrices with names of their own, from now on.
+
+        Args:
+            name: Name of the tensor, which is forgotten.
+            parts: Names of the matrices, in the order of the tensor's rows; their
+                number is a multiple of X.
+        """
+        entry = self._header.pop(name)
+        (x, n, k), (first, end) = entry["shape"], entry["data_offsets"]
+        rows, size = n * x // len(parts), (end - first) // len(parts)
+        for i, part in enumerate(parts):
+            start = first + i * size
+            place = {"shape": [rows, k], "data_offsets": [start, start + size]}
+            self._header[part] = entry | place
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor."""

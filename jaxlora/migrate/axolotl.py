@@ -6,7 +6,7 @@ from typing import Any
 from jaxlora.data.templates.known import KNOWN
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import data, preferences, reasons, trainer
-from jaxlora.migrate.migration import Migration, Refused, Table, To
+from jaxlora.migrate.migration import Migration, Refused, Table, To, set_parameters
 from jaxlora.migrate.reasons import by_key
 
 _TYPES: Mapping[str, dict[str, Any]] = {
@@ -344,6 +344,7 @@ _TABLE: Table = {
     "lora_alpha": To("lora_alpha", 16),
     "lora_dropout": To("dropout", 0.0),
     "lora_target_modules": _set_targets,
+    "lora_target_parameters": set_parameters,
     "lora_rank_pattern": To("rank_pattern"),
     "lora_alpha_pattern": To("alpha_pattern"),
     "lora_model_dir": trainer.set_start,
@@ -394,7 +395,6 @@ _TABLE: Table = {
                 "loss_watchdog_threshold loss_watchdog_patience"
             ),
             reasons.TRANSPOSED: "lora_fan_in_fan_out",
-            reasons.NO_EXPERTS: "lora_target_parameters",
             "Mixtures of experts are not supported.": "quantize_moe_experts",
             reasons.NO_EMBEDDINGS: "loraplus_lr_embedding",
             "All that an adapter trains has the job's learning_rate.": (

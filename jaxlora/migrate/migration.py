@@ -255,3 +255,11 @@ def _same_meaning(key: str) -> str | None:
     ours = key if key in _SAME_NAME else JOB_NAMES.get(key) or RUN_NAMES.get(key)
     known = LoraJob.model_fields.keys() | RunConfig.model_fields.keys()
     return ours if ours in known else None
+
+
+def set_parameters(migration: Migration, _: str, parameters: Any) -> None:
+    """Converts PEFT's names of experts' weights, whose rank is that of the adapter."""
+    if parameters:
+        names = [parameters] if isinstance(parameters, str) else parameters
+        migration.job["target_parameters"] = sorted(map(str, names))
+        migration.job["expert_rank"] = "full"

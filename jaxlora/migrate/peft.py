@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxlora.errors import ConfigError
-from jaxlora.migrate.migration import Migration, Table, To
+from jaxlora.migrate.migration import Migration, Table, To, set_parameters
 from jaxlora.migrate.reasons import TRANSPOSED, by_key
 
 _LISTS = ("target_modules", "rank_pattern", "alpha_pattern", "exclude_modules")
@@ -68,6 +68,7 @@ _TABLE: Table = {
     "base_model_name_or_path": _set_model,
     "revision": To("revision"),
     **{key: To(key) for key in _LISTS},
+    "target_parameters": set_parameters,
     **by_key(
         {
             "It names the class of the model in transformers.": "auto_mapping",
@@ -77,8 +78,7 @@ _TABLE: Table = {
             TRANSPOSED: "fan_in_fan_out",
             "Biases stay frozen.": "bias",
             "There are no such adapters here; this one is trained without it.": (
-                "use_qalora layer_replication alora_invocation_tokens arrow_config "
-                "target_parameters"
+                "use_qalora layer_replication alora_invocation_tokens arrow_config"
             ),
         }
     ),

@@ -26,7 +26,6 @@ OWN_TEMPLATE = (
 MEMORY = "Set remat of the run, if memory is short."
 TEXT_ONLY = "Models are trained on text only."
 NF4 = "nf4 is as bitsandbytes stores it, with double quantization."
-NO_EXPERTS = "Adapters are on linears; experts are not supported."
 NO_EMBEDDINGS = "Embeddings have no LoRA here."
 TRANSPOSED = "Linears are never transposed here."
 SPECIAL_TOKENS = (

@@ -5,7 +5,7 @@ from typing import Any
 from jaxlora.config.aliases import STREAMING
 from jaxlora.errors import ConfigError
 from jaxlora.migrate import data, preferences, reasons, trainer
-from jaxlora.migrate.migration import Migration, Refused, Table, To
+from jaxlora.migrate.migration import Migration, Refused, Table, To, set_parameters
 from jaxlora.migrate.reasons import by_key
 
 _ADAPTER = {"use_peft", "lora_r", "r", "lora_alpha", "lora_target_modules"}
@@ -124,6 +124,7 @@ _TABLE: Table = {
     "lora_alpha": To("lora_alpha", 32),
     "lora_dropout": To("dropout", 0.05),
     "lora_target_modules target_modules": _set_targets,
+    "lora_target_parameters": set_parameters,
     "max_seq_length": To(_set_length, 1024),
     "truncation_mode": _note_truncation,
     "learning_rate": To("learning_rate", 2e-5),
@@ -142,7 +143,6 @@ _TABLE: Table = {
                 "loss_type"
             ),
             "The objective decides it.": "lora_task_type",
-            reasons.NO_EXPERTS: "lora_target_parameters",
             "Set revision, dtype and attention of the run.": "model_init_kwargs",
             "Set JAX_PLATFORMS=cpu to train on the CPU.": "use_cpu",
             "shuffle is on.": "shuffle_dataset",

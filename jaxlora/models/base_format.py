@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlora.models.config import shared_path
 from jaxlora.pallas_kernels import OPTIONS, QuantizedWeight, WeightOptions
 
 
@@ -63,6 +64,9 @@ def kernel_of(
 ) -> Any:
     """Returns the frozen weight of a linear, or its `QuantizedWeight`; both have K N.
 
+    That of an expert is part of an array, and only its shape and dtype are returned:
+    nothing that is trained on experts starts from their weights.
+
     Args:
         params: Frozen weights, or their shapes, by path.
         path: Path of the linear's kernel.
@@ -70,6 +74,9 @@ def kernel_of(
     """
     if path in params:
         return params[path]
+    if (shared := shared_path(path)) in params:
+        stacked = params[shared]
+        return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
     assert base_format is not None
     paths = {field: f"{path}.{field}" for field in base_format.fields}
     found = {field: params[p] for field, p in paths.items() if p in params}

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ExpertShape, ModelConfig
 from jaxlora.models.options import DecoderOptions
 from jaxlora.modules.base_param import BaseParam, WeightLayout, with_layout
+from jaxlora.modules.expert_linear import ExpertLinear
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.norm import RmsNorm
 from jaxlora.modules.quantized_kernel import QuantizedKernel
@@ -23,7 +24,7 @@ Role = Literal["column", "heads", "row", "whole"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLinear:
-    """One linear of a layer; LoRA can adapt each of them.
+    """One linear of a layer, or of each of its experts; LoRA can adapt each of them.
 
     Attributes:
         name: Path inside the layer.
@@ -35,6 +36,8 @@ class LayerLinear:
         in_xla: Whether plain XLA runs it, whichever kernels run the others.
         sections: Proportions of sections of the outputs, of each of which a device has
             a part.
+        experts: The mixture of experts, each of which has such a linear; None: it is
+            one linear.
     """
 
     name: str
@@ -45,6 +48,18 @@ class LayerLinear:
     role: Role
     in_xla: bool = False
     sections: tuple[int, ...] = (1,)
+    experts: ExpertShape | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Paths inside the layer of the linears, of which each expert has its own."""
+        if self.experts is None:
+            return (self.name,)
+        return tuple(
+            f"{experts}.{i}.{name}"
+            for experts, _, name in [self.name.rpartition(".")]
+            for i in range(self.experts.number)
+        )
 
     @property
     def divides(self) -> Literal["K", "N"] | None:
@@ -164,6 +179,53 @@ class LayerBuilder:
         if module.bias is not None:
             names["hf_name"] = f"{hf_name or name}.bias"
             self._laid_out(module.bias, dimensions=("N",), **names, **division)
+        return module
+
+    def expert_linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        experts: ExpertShape,
+        *,
+        role: Role,
+    ) -> ExpertLinear:
+        """Makes a frozen linear of each expert, with slots if they are adapted.
+
+        Args:
+            name: Path inside the layer, such as `mlp.experts.up_proj`. That of the
+                first expert's linear is `mlp.experts.0.up_proj`, in checkpoints, too.
+            in_features: K.
+            out_features: N.
+            experts: The mixture.
+            role: Whether it reads or writes hidden states. No device has a part of it.
+        """
+        linear = LayerLinear(
+            name=name,
+            in_features=in_features,
+            out_features=out_features,
+            use_bias=False,
+            projection=len(self.linears),
+            role=role,
+            experts=experts,
+        )
+        self.linears.append(linear)
+        path = f"layers.{self.number}.{name}"
+        module = ExpertLinear(
+            in_features,
+            out_features,
+            num_experts=experts.number,
+            slots=self._slots if path in self._adapted else None,
+            dtype=self.options.dtype,
+            projection=linear.projection,
+        )
+        block, _, last = name.rpartition(".")
+        self._laid_out(
+            module.kernel,
+            hf_name=f"{block}.{{}}.{last}.weight",
+            dimensions=("X", "K", "N"),
+            transpose=True,
+        )
         return module
 
     def _laid_out(self, weight: BaseParam, **layout: Any) -> BaseParam:

@@ -1,8 +1,11 @@
 """The configuration of a decoder, as a frozen value, and what its family is made of."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Self
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +225,42 @@ class DeltaShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertShape:
+    """The mixture of experts of a layer.
+
+    Attributes:
+        number: X, number of experts.
+        chosen: How many of them a token chooses.
+        features: F, width of an expert.
+        normalizes: Whether the weights of a token's experts are divided by their sum.
+        rounds: Whether these weights are rounded to the dtype of the hidden states.
+        shared_features: Width of a further expert that all tokens pass, and whose
+            output has a gate of its own; None: there is none.
+    """
+
+    number: int
+    chosen: int
+    features: int
+    normalizes: bool
+    rounds: bool = True
+    shared_features: int | None = None
+
+
+def is_of_expert(name: str) -> bool:
+    """Returns whether a linear of this module name, or path, is one of an expert."""
+    return _EXPERT.search(name) is not None
+
+
+def shared_path(path: str) -> str:
+    """Returns the path of the module that computes a linear, from the linear's path.
+
+    The same linear of all experts of a layer, such as `layers.0.mlp.experts.3.up_proj`,
+    is one module, `layers.0.mlp.experts.up_proj`.
+    """
+    return _EXPERT.sub(".experts.", path, count=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Properties that all models of one `model_type` share.
 
@@ -237,6 +276,8 @@ class Family:
             None: it can.
         composite: The model of which it is the text part; None: it is by itself.
         others: Starts of names of tensors in checkpoints that are of other parts.
+        renamed: Regular expressions for parts of names of tensors in checkpoints, and
+            what stands here in their place; the first that is found counts.
     """
 
     model_type: str
@@ -247,11 +288,16 @@ class Family:
     undivided: str | None = None
     composite: Composite | None = None
     others: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def text_name(self, name: str) -> str | None:
         """Returns the name of a tensor of a checkpoint here; None: it is not read."""
         if name.startswith(self.others):
             return None
+        for part, own in self.renamed:
+            name, is_renamed = re.subn(part, own, name, count=1)
+            if is_renamed:
+                break
         return name if self.composite is None else self.composite.text_name(name)
 
     @property
@@ -378,6 +424,11 @@ class ModelConfig:
 
     def delta_shape(self, layer: int) -> DeltaShape | None:
         """Returns the sizes of a layer's gated delta net; None: it has attention."""
+        del layer
+        return None
+
+    def expert_shape(self, layer: int) -> ExpertShape | None:
+        """Returns the mixture of experts of a layer; None: it has none."""
         del layer
         return None
 

@@ -16,6 +16,7 @@ from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.token_rows import TokenRows
 from jaxlora.models.whole_tables import WholeTables
 from jaxlora.modules.base_param import BaseParam, with_layout
+from jaxlora.modules.expert_linear import ExpertLinear
 from jaxlora.modules.loss import HeadRows
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.routing import Place, Routing
@@ -191,7 +192,7 @@ class Decoder(nnx.Module):
         return run_whole_layers(layers, remat, h, rows)
 
     def _with_shared_inputs(self, routing: Routing) -> Routing:
-        linears: dict[Place, MultiLoraLinear] = {
+        linears: dict[Place, MultiLoraLinear | ExpertLinear] = {
             (int(path.split(".")[1]), linear.projection): linear
             for path, linear in self._linears().items()
         }
@@ -219,6 +220,8 @@ class Decoder(nnx.Module):
     def keep_constants(self) -> None:
         """Computes once what does not change while weights and slots stay."""
         for linear in self._linears().values():
+            if isinstance(linear, ExpertLinear):
+                continue  # nothing that it computes stays
             linear.keep_constants(self.options.dtype)
 
     def final_norm(self, h: Float[Array, "U D"]) -> Float[Array, "U D"]:
@@ -234,7 +237,7 @@ class Decoder(nnx.Module):
         multiplier = self.config.logit_multiplier
         return hidden if multiplier == 1 else hidden * multiplier
 
-    def _linears(self) -> dict[str, MultiLoraLinear]:
+    def _linears(self) -> dict[str, MultiLoraLinear | ExpertLinear]:
         """All linears, by path, which is the order of `SlotSettings`.
 
         In that order, XLA sees that stacking their settings gives `SlotSettings` back.
@@ -242,7 +245,7 @@ class Decoder(nnx.Module):
         linears = {
             ".".join(map(str, path)): module
             for path, module in nnx.iter_modules(self)
-            if isinstance(module, MultiLoraLinear)
+            if isinstance(module, MultiLoraLinear | ExpertLinear)
         }
         return dict(sorted(linears.items()))
 

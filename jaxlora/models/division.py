@@ -54,7 +54,7 @@ def table_axes(spec: DecoderSpec) -> dict[str, int]:
     for stack in spec.stacks:
         if stack.name not in spec.linears_of_stacks:
             continue
-        linear = spec.linear(stack.paths[0].rpartition(".")[0])
+        linear = spec.linear(stack.modules[0].rpartition(".")[0])
         axis = _table_axis(spec, linear, tensor_of(stack.name).dimensions)
         if axis is not None:
             axes[stack.name] = 2 + axis  # after slots and layers

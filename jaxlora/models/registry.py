@@ -7,21 +7,24 @@ from typing import Any
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.config import Composite, ModelConfig
-from jaxlora.models.gemma import GEMMA3, Gemma2, Gemma3
-from jaxlora.models.gemma4 import GEMMA4, Gemma4
-from jaxlora.models.glm import Glm, Glm4
-from jaxlora.models.granite import Granite
-from jaxlora.models.granite4 import Granite4
+from jaxlora.models.families.gemma import GEMMA3, Gemma2, Gemma3
+from jaxlora.models.families.gemma4 import GEMMA4, Gemma4
+from jaxlora.models.families.glm import Glm, Glm4
+from jaxlora.models.families.granite import Granite
+from jaxlora.models.families.granite4 import Granite4
+from jaxlora.models.families.llama import Llama
+from jaxlora.models.families.ministral import MISTRAL3, Ministral3
+from jaxlora.models.families.mistral import Mistral
+from jaxlora.models.families.mixtral import Mixtral
+from jaxlora.models.families.mixture import Mixture
+from jaxlora.models.families.olmo import Olmo2, Olmo3
+from jaxlora.models.families.olmoe import Olmoe
+from jaxlora.models.families.phi import Phi3
+from jaxlora.models.families.qwen import Qwen2, Qwen3
+from jaxlora.models.families.qwen3_5 import QWEN3_5, Qwen35
+from jaxlora.models.families.qwen_moe import Qwen2Moe, Qwen3Moe
+from jaxlora.models.families.smollm3 import SmolLM3
 from jaxlora.models.hf_config import HfConfig, refuse_unread
-from jaxlora.models.llama import Llama
-from jaxlora.models.ministral import MISTRAL3, Ministral3
-from jaxlora.models.mistral import Mistral
-from jaxlora.models.olmo import Olmo2, Olmo3
-from jaxlora.models.phi import Phi3
-from jaxlora.models.qwen import Qwen2, Qwen3
-from jaxlora.models.qwen3_5 import QWEN3_5, Qwen35
-from jaxlora.models.qwen_moe import Qwen3Moe
-from jaxlora.models.smollm3 import SmolLM3
 
 FAMILIES: Mapping[str, type[HfConfig]] = {
     kind.FAMILY.model_type: kind
@@ -44,6 +47,9 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Qwen35,
         Glm,
         Gemma4,
+        Qwen2Moe,
+        Olmoe,
+        Mixtral,
     )
 }
 # Models of which the text is one part.
@@ -106,7 +112,8 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
     if experts:
         raise ModelError(
             f"config.json sets {experts[0]}={shown(config[experts[0]])}: "
-            "mixture-of-experts models are not supported, except qwen3_moe. "
+            "mixture-of-experts models are not supported, except "
+            f"{', '.join(n for n, x in FAMILIES.items() if issubclass(x, Mixture))}. "
             f"Supported: {', '.join(FAMILIES)}."
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:

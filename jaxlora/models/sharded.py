@@ -55,6 +55,8 @@ def run_sharded_layers(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Runs layers whose linears hold shards; each is gathered one layer ahead.
 
+    Alike layers are traced, differentiated and lowered once; see `run_whole_layers`.
+
     The model's last layer keeps its gathered weights for its backward pass, because
     that follows in the same program, right after the loss. No other layer does: the
     backward pass of a pipeline stage without the head is a program of its own.
@@ -70,6 +72,14 @@ def run_sharded_layers(
     Returns:
         The output and the input of the last layer.
     """
+
+    @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+    def run_whole(graph, tree, h, tables, weights, inputs):
+        """Runs a layer whose weights were gathered."""
+        rest, rows = inputs
+        layer = nnx.merge(graph, tables, tree.unflatten(weights), rest)
+        return run_layer(layer, remat, h, rows)
+
     before = token = jax.lax.stop_gradient(h)
     for i, layer in layers.items():
         graph, tables, shards, rest = nnx.split(layer, nnx.LoRAParam, _is_large, ...)
@@ -77,7 +87,7 @@ def run_sharded_layers(
         found = (gathered_dim(x, fsdp) for _, x in nnx.to_flat_state(shards))
         dims = tuple(dim for dim in found if dim is not None)
         assert len(dims) == len(leaves), "a large weight is not divided"
-        run = functools.partial(_run_whole, remat, graph, tree)
+        run = functools.partial(run_whole, graph, tree)
         inputs = rest, rows.for_layer(i)
         before = h
         if i == num_layers - 1:
@@ -86,13 +96,6 @@ def run_sharded_layers(
         else:
             h, token = run_gathered(run, dims, h, tables, leaves, inputs, token)
     return end_layers(h, token), jax.lax.stop_gradient(before)
-
-
-def _run_whole(remat, graph, tree, h, tables, weights, inputs):
-    """Runs a layer whose weights were gathered."""
-    rest, rows = inputs
-    layer = nnx.merge(graph, tables, tree.unflatten(weights), rest)
-    return run_layer(layer, remat, h, rows)
 
 
 def _is_large(path: tuple, variable: nnx.Variable) -> bool:

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ModelConfig, shared_path
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.slot_modules import SLOT_MODULES
@@ -35,8 +35,9 @@ class DecoderSpec:
         config: The mathematics of the whole model.
         options: How it runs.
         slots: Shape of the slot tables; None: there are none.
-        adapted: Paths of the linears that have slots, sorted. This is the order of the
-            rows of `SlotSettings`.
+        adapted: Paths of the linears that have slots, sorted; the linears of a layer's
+            experts have one path, see `shared_path`. This is the order of the rows of
+            `SlotSettings`.
         layers: Layers of this stage, by their numbers in the whole model; None: all.
             Made by `stage`.
     """
@@ -211,7 +212,7 @@ class DecoderSpec:
         layers = {i: self._stack_names(i) for i in self.layer_numbers}
         return stacks_of(layers, self.shapes(nnx.LoRAParam))
 
-    def _stack_names(self, layer: int) -> dict[str, str]:
+    def _stack_names(self, layer: int) -> dict[LayerLinear, str]:
         """Returns the linears of a layer, and the names of their stacks.
 
         Those of another size than in the first layer have stacks of their own.
@@ -221,7 +222,7 @@ class DecoderSpec:
             other, sizes = first.get(name, own), (own.in_features, own.out_features)
             is_alike = sizes == (other.in_features, other.out_features)
             kind = self.config.layer_kind(layer)  # sizes of a device's part are others
-            names[name] = name if is_alike else f"{name}[{kind}]"
+            names[own] = name if is_alike else f"{name}[{kind}]"
         return names
 
     @functools.cached_property
@@ -229,7 +230,9 @@ class DecoderSpec:
         """Number in `adapted` of each linear of the stacks, by name of the stack."""
         numbers = {path: number for number, path in enumerate(self.adapted)}
         return {
-            stack.name: tuple(numbers[p.rpartition(".")[0]] for p in stack.paths)
+            stack.name: tuple(
+                numbers[shared_path(p.rpartition(".")[0])] for p in stack.paths
+            )
             for stack in self.stacks
             if stack.name not in OUTSIDE_LINEARS
         }

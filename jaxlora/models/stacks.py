@@ -2,7 +2,8 @@
 
 Each array that a program takes or returns costs host time at every call, and an
 optimizer over hundreds of arrays launches hundreds of kernels. So the device holds
-stacks, `[G, L, P, Q]`.
+stacks, `[G, L, P, Q]`. The linears of a layer's experts follow each other there, as if
+each were in a layer of its own; programs take them as one table `[G, X, P, Q]`.
 
 The canonical form is one table `[G, P, Q]` per dotted path, such as
 `layers.0.mlp.up_proj.lora_a`. It does not depend on pipeline stages or on how layers
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlora.models.build import LayerLinear
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.modules.trained_tensors import tensor_path, trained_tensors
 
@@ -30,10 +32,15 @@ class Stack:
     Attributes:
         name: Key of the array (`mlp.up_proj.lora_a`).
         paths: Dotted path of each table, in the order of the array's layers.
+        modules: Dotted path of each table as programs take it, in that order; those of
+            a layer's experts are one.
+        num_experts: How many tables are one in programs; None: each is by itself.
     """
 
     name: str
     paths: tuple[str, ...]
+    modules: tuple[str, ...]
+    num_experts: int | None = None
 
     def __post_init__(self):
         if not self.paths:
@@ -41,28 +48,41 @@ class Stack:
 
 
 def stacks_of(
-    layers: Mapping[int, Mapping[str, str]], tables: Collection[str]
+    layers: Mapping[int, Mapping[LayerLinear, str]], tables: Collection[str]
 ) -> tuple[Stack, ...]:
     """Returns the stacks of the tables of these layers.
 
     Args:
         layers: For each layer, by its number, the linears and the names of their
             stacks, which linears of other sizes do not share.
-        tables: Dotted paths of the tables that there are.
+        tables: Dotted paths of the tables that programs take.
     """
     stacks = []
-    linears: dict[str, list[str]] = {}
+    linears: dict[str, list[tuple[str, LayerLinear]]] = {}
     for i, names in layers.items():
-        for name, stack in names.items():
-            linears.setdefault(stack, []).append(f"layers.{i}.{name}")
+        for linear, stack in names.items():
+            linears.setdefault(stack, []).append((f"layers.{i}", linear))
     for stack, members in linears.items():
         for tensor in trained_tensors():
-            paths = (tensor_path(member, tensor) for member in members)
-            paths = tuple(path for path in paths if path in tables)
-            if paths:
-                stacks.append(Stack(name=tensor_path(stack, tensor), paths=paths))
+            own = {tensor_path(f"{at}.{x.name}", tensor): (at, x) for at, x in members}
+            here = {path: place for path, place in own.items() if path in tables}
+            if not here:
+                continue
+            paths = [
+                tensor_path(f"{at}.{name}", tensor)
+                for at, linear in here.values()
+                for name in linear.names
+            ]
+            experts = members[0][1].experts
+            found = Stack(
+                name=tensor_path(stack, tensor),
+                paths=tuple(paths),
+                modules=tuple(here),
+                num_experts=None if experts is None else experts.number,
+            )
+            stacks.append(found)
     outside = (path for path in OUTSIDE_LINEARS if path in tables)
-    return *stacks, *(Stack(name=path, paths=(path,)) for path in outside)
+    return *stacks, *(Stack(name=x, paths=(x,), modules=(x,)) for x in outside)
 
 
 def stacked_shapes(
@@ -72,33 +92,47 @@ def stacked_shapes(
 
     Args:
         stacks: Which tables share an array.
-        shapes: Shape of each table, by path.
+        shapes: Shape of each table as programs take it, by path.
     """
     arrays = {}
     for stack in stacks:
-        table = shapes[stack.paths[0]]
+        table = shapes[stack.modules[0]]
         g, *sizes = table.shape
+        if stack.num_experts is not None:
+            sizes = sizes[1:]
         shape = (g, len(stack.paths), *sizes)
         arrays[stack.name] = jax.ShapeDtypeStruct(shape, table.dtype)
     return arrays
 
 
-def to_paths(
-    stacks: Sequence[Stack], arrays: Mapping[str, Any], *, axis: int
-) -> dict[str, Any]:
-    """Splits stacks into their tables, by path; views if the arrays are NumPy's.
+def to_paths(stacks: Sequence[Stack], rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Splits the rows of one slot into their tables, by path; views of NumPy's arrays.
+
+    Args:
+        stacks: Which tables share an array.
+        rows: The slot's rows of each stack, by name.
+    """
+    return {
+        path: rows[stack.name][i, ...]
+        for stack in stacks
+        for i, path in enumerate(stack.paths)
+    }
+
+
+def to_modules(stacks: Sequence[Stack], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Splits stacks into tables as programs take them, by path.
 
     Args:
         stacks: Which tables share an array.
         arrays: The array of each stack, by name.
-        axis: Axis of the layers: 1, or 0 in the rows of one slot.
     """
-    before = (slice(None),) * axis
-    return {
-        path: arrays[stack.name][*before, i, ...]
-        for stack in stacks
-        for i, path in enumerate(stack.paths)
-    }
+    tables = {}
+    for stack in stacks:
+        array, number = arrays[stack.name], stack.num_experts
+        for i, path in enumerate(stack.modules):
+            own = i if number is None else slice(i * number, (i + 1) * number)
+            tables[path] = array[:, own]
+    return tables
 
 
 def added(
@@ -111,11 +145,12 @@ def added(
     Args:
         stacks: Which tables share an array.
         arrays: The array of each stack, by name.
-        tables: Tables to add, by path.
+        tables: Tables to add, as programs take them, by path.
     """
     sums = {}
     for stack in stacks:
+        joined = jnp.stack if stack.num_experts is None else jnp.concatenate
         # One sum, because XLA copies the whole stack for a sum into one of its layers.
-        more = jnp.stack([tables[path] for path in stack.paths], axis=1)
+        more = joined([tables[path] for path in stack.modules], axis=1)
         sums[stack.name] = arrays[stack.name] + more
     return sums

@@ -30,9 +30,10 @@ class TensorSpec:
     """One base weight.
 
     Attributes:
-        hf_name: Name in a checkpoint of a text model alone.
+        hf_name: Name in a checkpoint of a text model alone; of the linears of experts,
+            with `{}` in the place of the expert's number.
         path: Name in this library.
-        shape: Shape of our array; linears are K N.
+        shape: Shape of our array; linears are K N, and those of experts X K N.
         transpose: Whether the checkpoint holds the transpose; linears are N K there.
     """
 
@@ -43,8 +44,27 @@ class TensorSpec:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Its shape in the checkpoint."""
-        return self.shape[::-1] if self.transpose else self.shape
+        """Its shape in the checkpoint, with the experts one after the other."""
+        *first, rows, columns = 1, *self.shape
+        shape = (*first, columns, rows) if self.transpose else self.shape
+        return shape[-len(self.shape) :]
+
+    @property
+    def parts(self) -> "tuple[TensorSpec, ...]":
+        """The tensors of the checkpoint: itself, or the linear of each expert."""
+        if "{}" not in self.hf_name:
+            return (self,)
+        number, *shape = self.shape
+        start, experts, name = self.path.partition(".experts.")
+        return tuple(
+            TensorSpec(
+                hf_name=self.hf_name.format(i),
+                path=f"{start}{experts}{i}.{name}",
+                shape=tuple(shape),
+                transpose=self.transpose,
+            )
+            for i in range(number)
+        )
 
 
 def linears(config: ModelConfig, layer: int = 0) -> Mapping[str, LayerLinear]:
@@ -105,13 +125,20 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
             linear.out_features,
         )
         for layer in range(config.num_layers)
-        for name, linear in linears(config, layer).items()
+        for linear in linears(config, layer).values()
+        for name in linear.names
     }
 
 
 def linear_path(module_name: str) -> str:
     """Returns our path of a linear, `layers.0.mlp.up_proj`, from its module name."""
     return module_name[module_name.index("layers.") :]
+
+
+def chosen_experts(config: ModelConfig) -> int:
+    """Returns how many experts a token chooses in a layer; 1 if there are none."""
+    shapes = (config.expert_shape(i) for i in range(config.num_layers))
+    return max((shape.chosen for shape in shapes if shape is not None), default=1)
 
 
 def module_prefix(module_names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxlora.pallas_kernels import KernelSettings, MaskWords
 
@@ -32,6 +32,7 @@ class Routing:
             nothing.
         words: Random words of the masks, by place; see `with_shared_inputs`.
         settings: Slot settings for the fused kernels, by place.
+        keys: Words of each slot that key the masks of experts, by place.
     """
 
     block_adapter: Int[Array, " NB"]
@@ -41,9 +42,10 @@ class Routing:
     first_layer: Int[Array | np.ndarray, ""] | None = None
     words: Mapping[Place, MaskWords] = dataclasses.field(default_factory=dict)
     settings: Mapping[Place, KernelSettings] = dataclasses.field(default_factory=dict)
+    keys: Mapping[Place, UInt[Array, "G 2"]] = dataclasses.field(default_factory=dict)
 
     def for_layer(self, layer: int) -> "Routing":
-        """Returns the routing with the words and settings of a decoder's layer alone.
+        """Returns the routing with what a decoder's layer alone reads.
 
         Their places name no layer, as those of its linears.
         """
@@ -56,6 +58,7 @@ class Routing:
             first_layer=None,
             words=own(self.words),
             settings=own(self.settings),
+            keys=own(self.keys),
         )
 
     def seed_and_step(self) -> tuple[Int[Array, " G"], Int[Array, " G"]]:

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, UInt
 
+from jaxlora.modules.expert_linear import ExpertLinear
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear
 from jaxlora.modules.routing import Place, Routing, live_scaling
 from jaxlora.pallas_kernels import (
@@ -19,7 +21,7 @@ from jaxlora.sharding.tensor import first_index
 
 
 def with_shared_inputs(
-    linears: Mapping[Place, MultiLoraLinear], routing: Routing
+    linears: Mapping[Place, MultiLoraLinear | ExpertLinear], routing: Routing
 ) -> Routing:
     """Adds to the routing the inputs that the kernels of all linears can share.
 
@@ -46,8 +48,31 @@ def with_shared_inputs(
     return dataclasses.replace(
         routing,
         settings=dict(zip(found, settings, strict=True)),
-        words=_mask_words(found, routing),
+        words=_mask_words(
+            {p: x for p, x in found.items() if isinstance(x, MultiLoraLinear)}, routing
+        ),
+        keys=_expert_keys(
+            [place for place, x in found.items() if isinstance(x, ExpertLinear)],
+            routing,
+        ),
     )
+
+
+def _expert_keys(
+    places: Sequence[Place], routing: Routing
+) -> dict[Place, UInt[Array, "G 2"]]:
+    """Computes the keys of the dropout masks of experts, by place."""
+    if routing.token_index is None or not places:
+        return {}
+    return dict(zip(places, _keys(places, routing), strict=True))
+
+
+def _keys(places: Sequence[Place], routing: Routing) -> UInt[Array, "P G 2"]:
+    """Computes the words of the slots that key the masks at some places."""
+    layers, projections = np.array(places, np.int32).T[:, :, None]
+    if routing.first_layer is not None:
+        layers = layers + routing.first_layer
+    return dropout_keys(*routing.seed_and_step(), layers, projections)
 
 
 def _mask_words(
@@ -62,12 +87,8 @@ def _mask_words(
         places[linear.in_features, linear.input_parts].append(place)
     words = {}
     for (num_features, parts), some in places.items():
-        layers, projections = np.array(some, np.int32).T[:, :, None]
-        if routing.first_layer is not None:
-            layers = layers + routing.first_layer
-        key = dropout_keys(*routing.seed_and_step(), layers, projections)
         made = mask_words(
-            key,
+            _keys(some, routing),
             routing.block_adapter,
             token_index,
             num_features,

@@ -14,6 +14,8 @@ class SlotShape:
     Attributes:
         num_slots: G, number of adapters that the tables hold.
         rank: R, largest rank of a slot; smaller ones are zero-padded.
+        expert_rank: The same in the linears of experts, whose ranks are mostly smaller;
+            0: it is R.
         use_dropout: Whether training can drop features. It is compiled into the
             programs; the rate of each slot is data.
         settings: The settings of the variants for which there are tables beside LoRA.
@@ -37,6 +39,7 @@ class SlotShape:
 
     num_slots: int
     rank: int
+    expert_rank: int = 0
     use_dropout: bool = True
     settings: tuple[str, ...] = ()
     dora_dropout: bool = False
@@ -49,6 +52,10 @@ class SlotShape:
     def num_rows(self, name: str) -> int:
         """Returns the rows of a module in `outside`; 0 if no slot trains it."""
         return dict(self.outside).get(name, 0)
+
+    def rank_of(self, *, is_of_experts: bool) -> int:
+        """Returns the largest rank of a slot in a linear."""
+        return (self.expert_rank or self.rank) if is_of_experts else self.rank
 
     @property
     def variants(self) -> tuple[Variant, ...]:

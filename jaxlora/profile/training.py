@@ -24,7 +24,7 @@ from jaxlora.models.config import ModelConfig
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.structure import linear_names, linear_path
+from jaxlora.models.structure import chosen_experts, linear_names, linear_path
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.planned_model import PlannedModel, run_format
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -150,7 +150,9 @@ def make_job(
     )
     return PreparedJob(
         settings=settings,
-        modules=resolve_targets(settings, linear_names(model)),
+        modules=resolve_targets(
+            settings, linear_names(model), chosen_experts=chosen_experts(model)
+        ),
         start=None,
         train_data=data,
         eval_data=None,

@@ -18,6 +18,7 @@ the accumulator. See docs/hopper_kernels.md.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -56,6 +57,7 @@ def expand_ring(
     transposed: bool,
     num_scales: int,
     columns: int,
+    narrow_rank: int | None = None,
 ) -> RingShape:
     """Returns the ring of `Expand`.
 
@@ -68,6 +70,8 @@ def expand_ring(
         transposed: Whether W is stored transposed.
         num_scales: 1 if the result's rows are scaled, 2 if its columns are too.
         columns: Columns of a tile, a multiple of 64.
+        narrow_rank: Ranks of a rank step, 16 or 32; None: 64, as many as features of a
+            step over K. x and s have the same dtype then.
     """
 
     def operands(dtype: DTypeLike) -> tuple[Smem, Smem]:
@@ -85,6 +89,10 @@ def expand_ring(
     )
     lengths = (TILE_ROWS, columns)[:num_scales]
     is_same = jnp.dtype(x_dtype) == jnp.dtype(dtype)
+    if narrow_rank is not None:  # the first of several tiles in a stage's bytes
+        stage, is_same = (_STAGES, STEP // narrow_rank), False
+        s_smem = Smem((*stage, TILE_ROWS, narrow_rank), dtype)
+        b_smem = Smem((*stage, columns, narrow_rank), dtype)
     return RingShape.of(
         num_stages=_STAGES,
         num_copies=2,
@@ -98,9 +106,50 @@ def expand_ring(
     )
 
 
-def _left_rows(left_smem: Ref, stage, wg) -> Ref:
-    """Returns a warpgroup's 64 rows of a stage's first operand."""
-    return left_smem.at[stage, pl.ds(wg * ROWS, ROWS)]
+class _Step(NamedTuple):
+    """The stages of both operands of a step.
+
+    Those of narrow rank steps have several tiles, of which the first one is used.
+
+    Attributes:
+        left_smem: The rows' operand, [num_stages, 128, width].
+        right_smem: The columns', [num_stages, width, columns].
+        is_transposed: Whether the columns' operand is stored transposed.
+    """
+
+    left_smem: Ref
+    right_smem: Ref
+    is_transposed: bool
+
+    @property
+    def width(self) -> int:
+        """Length of the reduction."""
+        return self.left_smem.shape[-1]
+
+    def left(self, stage) -> Ref:
+        """Returns a stage's first operand."""
+        return _tile(self.left_smem, stage)
+
+    def left_rows(self, stage, wg) -> Ref:
+        """Returns a warpgroup's 64 rows of a stage's first operand."""
+        return self.left(stage).at[pl.ds(wg * ROWS, ROWS)]
+
+    def right(self, stage) -> Ref:
+        """Returns a stage's second operand, as it is stored."""
+        return _tile(self.right_smem, stage)
+
+    def right_columns(self, stage, i: int | None = None) -> Ref:
+        """Returns the right-hand side of a stage, or of its i-th 64 columns."""
+        right, part = self.right(stage), None if i is None else pl.ds(i * STEP, STEP)
+        if self.is_transposed:
+            right = right if part is None else right.at[part]
+            return right.transpose((1, 0))
+        return right if part is None else right.at[:, part]
+
+
+def _tile(stages_smem: Ref, stage) -> Ref:
+    is_narrow = len(stages_smem.shape) == 4
+    return stages_smem.at[stage, 0] if is_narrow else stages_smem.at[stage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,17 +170,19 @@ class Expand:
         words_smem: Words of the masks of an output tile; empty: there are none.
         scales_smem: Scales of an output tile's rows, and of its columns; empty, or of
             the rows alone.
-        s_smem: Tiles of s like those of x if their dtype is another one, or None.
-        b_smem: Tiles of B likewise.
+        s_smem: Tiles of s like those of x if their dtype or width is another one, or
+            None; see `_Step`.
+        b_smem: Tiles of B likewise; those of another width are transposed.
         x_gmem: x of each projection, [T, K].
         w_gmem: W of each projection, [L, K, N]; [L, N, K] if `transposed`.
-        layer_gmem: Index of the layer in w_gmem, [1].
+        layer_gmem: Index of the layer in w_gmem, [1]; or, for experts, of each tile of
+            128 rows, whose blocks have the same one or are padding.
         s_gmem: s of each projection, [T, R].
-        b_gmem: B of each projection, [G, R, N]; [G, N, R] if `transposed`.
+        b_gmem: B of each projection, [G, R, N]; [G, N, R] if its tiles are transposed.
         y_gmem: The result, [T, N]; zero in padding rows.
         slot_gmem: Slot of each block of 64 rows, [NB]; -1 for padding.
         settings: `KernelSettings` of each projection, with only its own rows.
-        bias_gmem: [N], or None.
+        bias_gmem: [N], or [L, N] for experts; or None.
         scale_gmem: Scales of the sum's rows, [T], and of its columns, [N], float32;
             empty, or of the rows alone. A masked term is added after that.
         masks: Dropout masks of s B for each projection; empty without dropout.
@@ -167,13 +218,15 @@ class Expand:
         return self.w_smem.shape[1 if self.transposed else 2]
 
     @property
-    def _k_step(self) -> tuple[Ref, Ref]:
-        """The stages of both operands of a step over K."""
-        return self.x_smem, self.w_smem
+    def _k_step(self) -> _Step:
+        return _Step(self.x_smem, self.w_smem, self.transposed)
 
     @property
-    def _rank_step(self) -> tuple[Ref, Ref]:
-        return self._k_step if self.s_smem is None else (self.s_smem, self.b_smem)
+    def _rank_step(self) -> _Step:
+        if self.s_smem is None:
+            return self._k_step
+        is_narrow = len(self.b_smem.shape) == 4
+        return _Step(self.s_smem, self.b_smem, self.transposed or is_narrow)
 
     def _block_and_column(self, item):
         t, n = self.y_gmem.shape
@@ -187,13 +240,19 @@ class Expand:
         return jnp.where(inside, slot, -1)
 
     def prefetch(self, item):
-        """Reads a tile's (slots of both blocks of rows, their chunks by projection)."""
+        """Reads a tile's slots, their chunks by projection, and index of the layer.
+
+        The slots are those of both blocks of rows.
+        """
         block, _ = self._block_and_column(item)
         slots = self._slot(block), self._slot(block + 1)
-        return slots, tuple(
+        num_chunks = tuple(
             tuple(self._num_chunks(settings.num_chunks, slot) for slot in slots)
             for settings in self.settings
         )
+        is_of_tile = self.layer_gmem.shape[0] > 1
+        tile = lax.div(block, jnp.int32(COMPUTE_WGS)) if is_of_tile else 0
+        return slots, num_chunks, self.layer_gmem[tile]
 
     def _num_chunks(self, num_chunks, slot):
         return jnp.where(slot < 0, 0, num_chunks[jnp.maximum(slot, 0)])
@@ -219,20 +278,19 @@ class Expand:
     def load(self, index, item, prefetched, step):
         """Fills the stages of one tile; returns the next step of the ring."""
         block, column = self._block_and_column(item)
-        slots, num_chunks = prefetched
+        slots, num_chunks, layer = prefetched
         rows, columns = pl.ds(block * ROWS, TILE_ROWS), pl.ds(column, self._width)
 
-        def fill(i, step, *, operands, which, to: tuple[Ref, Ref]):
-            (left_gmem, right_gmem), (left_smem, right_smem) = operands, to
-            stage, width = self.ring.acquire(step), left_smem.shape[2]
-            ks, full = pl.ds(i * width, width), self.ring.stage_full.at[stage]
-            plgpu.copy_gmem_to_smem(left_gmem.at[rows, ks], left_smem.at[stage], full)
-            at = (which, columns, ks) if self.transposed else (which, ks, columns)
-            plgpu.copy_gmem_to_smem(right_gmem.at[at], right_smem.at[stage], full)
+        def fill(i, step, *, operands, which, to: _Step):
+            (left_gmem, right_gmem), stage = operands, self.ring.acquire(step)
+            ks, full = pl.ds(i * to.width, to.width), self.ring.stage_full.at[stage]
+            plgpu.copy_gmem_to_smem(left_gmem.at[rows, ks], to.left(stage), full)
+            at = (which, columns, ks) if to.is_transposed else (which, ks, columns)
+            plgpu.copy_gmem_to_smem(right_gmem.at[at], to.right(stage), full)
             return step + 1
 
         for p, operands in enumerate(zip(self.x_gmem, self.w_gmem, strict=True)):
-            to, layer = self._k_step, self.layer_gmem[0]
+            to = self._k_step
             one = functools.partial(fill, operands=operands, which=layer, to=to)
             step = lax.fori_loop(0, self._num_k_steps(p, slots), one, step)
         if self.ring.shape.num_tile_copies:
@@ -271,16 +329,15 @@ class Expand:
     def compute(self, item, prefetched, step, wg):
         """Computes one tile; returns the next step of the ring."""
         block, column = self._block_and_column(item)
-        slots, num_chunks = prefetched
+        slots, num_chunks, layer = prefetched
         slot, row = jnp.where(wg == 0, slots[0], slots[1]), (block + wg) * ROWS
         before, own, after = self._rank_steps(slots, num_chunks, wg)
 
         def accumulate(acc):
-            def multiply(step, *, operands: tuple[Ref, Ref]):
-                (left_smem, right_smem), stage = operands, self.ring.wait(step)
-                right = right_smem.at[stage]
-                right = right.transpose((1, 0)) if self.transposed else right
-                plgpu.wgmma(acc, _left_rows(left_smem, stage, wg), right)
+            def multiply(step, *, operands: _Step):
+                stage = self.ring.wait(step)
+                left = operands.left_rows(stage, wg)
+                plgpu.wgmma(acc, left, operands.right_columns(stage))
 
             end, one = step, functools.partial(multiply, operands=self._k_step)
             for p in range(len(self.x_gmem)):
@@ -313,7 +370,7 @@ class Expand:
                 part = self._scaled(part, i, wg)
                 if self.masks:
                     part = self._add_masked(part, i, step, own, thresholds, wg)
-                self._store(part, i, slot, row, start, wg)
+                self._store(part, i, slot, layer, row, start, wg)
 
         if self.ring.shape.num_tile_copies:
             plgpu.barrier_arrive(self.ring.tile_empty)
@@ -336,13 +393,6 @@ class Expand:
             y = y * lax.broadcast_in_dim(scale, y.shape, (axis,))
         return y
 
-    def _b_columns(self, stage, i) -> Ref:
-        """Returns the i-th 64 columns of a stage's B, as a right-hand side."""
-        part, (_, b_smem) = pl.ds(i * STEP, STEP), self._rank_step
-        if self.transposed:
-            return b_smem.at[stage, part].transpose((1, 0))
-        return b_smem.at[stage, :, part]
-
     def _add_masked(self, y, i, step, own, thresholds, wg):
         """Adds mask * (s B) of each projection to y, the tile's i-th 64 columns.
 
@@ -357,9 +407,9 @@ class Expand:
 
             def accumulate(acc):
                 def multiply(j, _):
-                    stage = self.ring.stage(first + j)
-                    s_smem = _left_rows(self._rank_step[0], stage, wg)
-                    plgpu.wgmma(acc, s_smem, self._b_columns(stage, i))
+                    stage, step = self.ring.stage(first + j), self._rank_step
+                    s_smem = step.left_rows(stage, wg)
+                    plgpu.wgmma(acc, s_smem, step.right_columns(stage, i))
 
                 lax.fori_loop(0, num_steps, multiply, None)
                 return acc[...]
@@ -371,11 +421,13 @@ class Expand:
 
         return lax.fori_loop(0, len(self.masks), add, (y, step))[0]
 
-    def _store(self, y, i, slot, row, column, wg):
+    def _store(self, y, i, slot, layer, row, column, wg):
         """Starts the copy of the tile's i-th 64 columns to device memory."""
         columns, num_buffers = pl.ds(column, STEP), self.out_smem.shape[1]
         if self.bias_gmem is not None:
-            bias = load_words(self.bias_gmem.at[columns], PER_COLUMN)
+            is_stack = len(self.bias_gmem.shape) == 2
+            where = (layer, columns) if is_stack else columns
+            bias = load_words(self.bias_gmem.at[where], PER_COLUMN)
             y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, (1,))
         y = jnp.where(lax.broadcast(slot < 0, y.shape), zeros_like(y), y)
         plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)

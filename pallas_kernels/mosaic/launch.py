@@ -87,9 +87,10 @@ class Work:
     Attributes:
         role: Makes the role from the ring, the references to its arrays in shared
             memory, to operands and to results, and `static_args`, by name.
-        operands: Trees of arrays in device memory, by name.
+        operands: Trees of arrays in device memory, by name. `num_items_gmem`, [1], is
+            the number of items if that is known at run time only.
         out_types: (name, tree of shapes and dtypes) of each result.
-        num_items: Number of items.
+        num_items: Number of items, or the most of them.
         num_side_items: Number of items, the first ones, that run on the side
             multiprocessors.
         ring: Shape of the ring, and what else is in shared memory.
@@ -121,12 +122,14 @@ class _ItemRange:
     count: Any
 
 
-def _assign_items(work: Work, sm, num_sms: int, num_side_sms: int) -> _ItemRange:
+def _assign_items(
+    work: Work, num_items, sm, num_sms: int, num_side_sms: int
+) -> _ItemRange:
     """Assigns items in turn; the last `num_side_sms` programs take the side items."""
     num_main_sms = num_sms - num_side_sms
     is_side = sm >= num_main_sms
     begin = jnp.where(is_side, 0, work.num_side_items)
-    end = jnp.where(is_side, work.num_side_items, work.num_items)
+    end = jnp.where(is_side, work.num_side_items, num_items)
     stride = jnp.where(is_side, max(num_side_sms, 1), num_main_sms)
     first = begin + jnp.where(is_side, sm - num_main_sms, sm)
     count = lax.div(jnp.maximum(end - first, 0) + stride - 1, stride)
@@ -281,7 +284,10 @@ class Kernel:
             for _ in work.ring.groups():
                 named |= next(groups)
             ring = Ring(work.ring, **barriers[i])
-            items = _assign_items(work, sm, self.num_sms, self.num_side_sms)
+            counted = named.pop("num_items_gmem", None)
+            num_items = work.num_items if counted is None else counted[0]
+            sms = self.num_sms, self.num_side_sms
+            items = _assign_items(work, num_items, sm, *sms)
             todo.append((work, work.role(ring=ring, **named), items))
         pl.when(wg == COMPUTE_WGS)(lambda: _load_all(todo, work_done))
         pl.when(wg < COMPUTE_WGS)(lambda: _compute_all(todo, work_done, wg))

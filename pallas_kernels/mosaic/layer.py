@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import TILE_BLOCKS, RowPlan
 from jaxlora.pallas_kernels.mosaic.launch import Work
 from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
@@ -36,13 +37,15 @@ from jaxlora.pallas_kernels.mosaic.products import (
     run_expand,
     shrink,
 )
-from jaxlora.pallas_kernels.mosaic.ring import ROWS, STEP
+from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, ROWS, STEP
 from jaxlora.pallas_kernels.operands import (
     MAX_RANK,
+    Blocks,
     Operands,
     Term,
     make_operands,
     padded_rank,
+    weigh,
 )
 from jaxlora.pallas_kernels.parts import Parts
 from jaxlora.pallas_kernels.projection import RANK_STEP, Projection
@@ -52,7 +55,7 @@ from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 
 # expand keeps the stages of all ranks of a tile filled.
 assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
-assert ROWS == TILE_TOKENS
+assert ROWS == TILE_TOKENS and TILE_BLOCKS == COMPUTE_WGS
 
 
 def _swap_last_axes(x: Array) -> Array:
@@ -68,8 +71,8 @@ def _fp8_weights(projections: Sequence[Projection]) -> list[Fp8Weight]:
 def forward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
     s: list[Array] | None = None,
     *,
     w_transposed: bool = False,
@@ -97,7 +100,8 @@ def forward(
 
 
 def _masks(given: Operands) -> list[Mask]:
-    return list(map(make_mask, given.masks))
+    num_slots = given.a[0].shape[0]
+    return [make_mask(source, num_slots) for source in given.masks]
 
 
 def _fp8_forward(
@@ -134,15 +138,17 @@ def backward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
     s: list[Array],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
     ds: list[Array] | None = None,
+    row_weights: Float[Array, " T"] | None = None,
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
     """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
 
-    If ds is given, it was computed beside dy.
+    If ds is given, it was computed beside dy. With weights of rows, the gradients of A
+    and B are those of weighted rows; see `Backward`.
     """
     given = make_operands(x, projections, block_adapter)
     ranks = [p.a.shape[2] for p in projections]
@@ -150,12 +156,19 @@ def backward(
         assert ds is None, "its kernels quantize dy where they compute ds"
         return _fp8_backward(dy, x, weights, s, given, ranks)
     settings, blocks, masks = given.settings, given.blocks, _masks(given)
+    # Experts have many slots of few ranks. A row of ranks in device memory has at least
+    # 16, but a table may have fewer rows.
+    largest = max(ranks) if blocks.num_tiles is not None else None
+    is_swapped = largest is not None and largest < given.a[0].shape[2] and not masks
     made, outers = [], []
     for i, dy_i in enumerate(dy):
         unmasked = [settings[i]], blocks, []
         made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
-        outers.append(outer_work(dy_i, [s[i]], *unmasked, transposed=True))
-    outers.append(outer_work(x, made, settings, blocks, masks, transposed=False))
+        s_i = [weigh(s[i], row_weights)]
+        work = outer_work(dy_i, s_i, *unmasked, transposed=True, num_ranks=largest)
+        outers.append(work)
+    own = [weigh(one, row_weights) for one in made], settings, blocks, masks
+    outers.append(outer_work(x, *own, transposed=is_swapped, num_ranks=largest))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, made, a, settings, of_terms, strict=True)
@@ -164,7 +177,7 @@ def backward(
     def work(i):
         return expand_work(terms[i], layer, blocks, transposed=not w_transposed)
 
-    return _run_backward(work, outers, ranks)
+    return _run_backward(work, outers, ranks, blocks, is_swapped=is_swapped)
 
 
 def _fp8_backward(
@@ -198,7 +211,7 @@ def _fp8_backward(
         layer = jnp.zeros(1, jnp.int32)
         return expand_work(terms[i], layer, blocks, transposed=True, scales=(scale,))
 
-    return _run_backward(work, outers, ranks)
+    return _run_backward(work, outers, ranks, blocks)
 
 
 def _transposed(
@@ -221,6 +234,9 @@ def _run_backward(
     expand: Callable[[slice], Work],
     outers: list[tuple[Work, Parts]],
     ranks: list[int],
+    blocks: Blocks,
+    *,
+    is_swapped: bool = False,
 ) -> tuple[Array, list[dict[str, Array]]]:
     """Runs expand and the outer products, as many projections in a launch as fit.
 
@@ -230,6 +246,8 @@ def _run_backward(
         expand: Makes the work that sums the terms of some of the projections.
         outers: The work of dB for each projection, then that of dA for all of them.
         ranks: The largest rank of each projection.
+        blocks: Slots of the rows.
+        is_swapped: Whether dA is computed as [G, R, K].
 
     Returns:
         dx [T, K], and for each projection `a` [G, K, R] and `b` [G, R, N], in float32.
@@ -237,11 +255,13 @@ def _run_backward(
     dx, gradients = [], []
     group = MAX_RANK // max(padded_rank(max(ranks)), STEP)
     for first in range(0, len(ranks), group):
-        part, computed = expand_with_outers(expand(slice(first, first + group)), outers)
+        some = expand(slice(first, first + group))
+        part, computed = expand_with_outers(some, outers, blocks)
         dx.append(part)
         gradients += computed
         outers = []
     *db, da = gradients
+    da = [_swap_last_axes(one) for one in da] if is_swapped else da
     return functools.reduce(jnp.add, dx), [
         {"a": da_i[:, :, :r], "b": db_i[:, :r]}
         for da_i, (db_i,), r in zip(da, db, ranks, strict=True)
@@ -252,7 +272,7 @@ def produce_beside(
     function: RowFunction,
     arguments: RowArguments,
     projections: Sequence[Projection],
-    block_adapter: Array,
+    block_adapter: Array | RowPlan,
     *,
     is_gradient: bool,
 ) -> tuple[list[Array], list[Array]]:

@@ -65,14 +65,17 @@ class HashMask:
     Attributes:
         tokens: Multipliers and offsets of the tokens, [P, NB, 2, 64], by block of 64
             rows, uint32.
-        features: Words of the features, [P, G, K], by slot, uint32.
+        features: Words of the features, [P, G, K], by slot, uint32; see `is_shared`.
         index: Index of this projection among the P, [1], int32; None after `select`,
             when tokens and features are of this projection alone.
+        is_shared: Whether a slot is an expert with an adapter, `expert * G + adapter`,
+            and the experts share the adapter's words of the features.
     """
 
     tokens: Ref
     features: Ref
     index: Ref
+    is_shared: bool = dataclasses.field(default=False, metadata={"static": True})
 
     tiles: ClassVar[MaskTiles] = MaskTiles(
         shrink=(COMPUTE_WGS * STEP,),
@@ -84,7 +87,14 @@ class HashMask:
     def select(self) -> "HashMask":
         """Returns this projection's words. Only for use in a kernel."""
         index = self.index[0]
-        return HashMask(self.tokens.at[index], self.features.at[index], None)
+        tokens, features = self.tokens.at[index], self.features.at[index]
+        return HashMask(tokens, features, None, self.is_shared)
+
+    def _features(self, slot, columns) -> Ref:
+        """Returns the words of a slot's features, in device memory."""
+        num_rows = jnp.int32(self.features.shape[0])
+        row = lax.rem(slot, num_rows) if self.is_shared else slot
+        return self.features.at[row, columns]
 
     def threshold(self, settings, slot):
         """Returns the word below which a slot's elements are dropped."""
@@ -93,7 +103,7 @@ class HashMask:
     def shrink_words(self, block, slot, columns) -> Ref:
         """Returns the words that come with a stage of shrink, in device memory."""
         del block
-        return self.features.at[slot, columns]
+        return self._features(slot, columns)
 
     def shrink_tokens(self, block) -> tuple:
         """Makes the vectors of a block's tokens, one value for each row."""
@@ -111,7 +121,7 @@ class HashMask:
 
     def outer_features(self, slot, columns) -> tuple:
         """Makes the vectors of 64 features that are the same for a whole part."""
-        return (load_words(self.features.at[slot, columns], PER_ROW),)
+        return (load_words(self._features(slot, columns), PER_ROW),)
 
     def outer_vectors(self, words_smem: Ref, stage, p, wg, features) -> Vectors:
         """Makes the vectors of a stage of outer, where tokens are columns."""
@@ -122,7 +132,7 @@ class HashMask:
         """Copies the words of projection p's mask of an output tile."""
         features_smem, tokens_smem = words_smem
         for wg, slot in enumerate(slots):
-            features = self.features.at[jnp.maximum(slot, 0), columns]
+            features = self._features(jnp.maximum(slot, 0), columns)
             plgpu.copy_gmem_to_smem(features, features_smem.at[p, wg], full)
             # A tile's second half may lie outside.
             inside = jnp.minimum(block + wg, num_blocks - 1)
@@ -217,11 +227,17 @@ class BitMask:
 Mask = HashMask | BitMask
 
 
-def make_mask(source: MaskWords | GivenMask) -> Mask:
-    """Makes the mask of a projection from its words or bits."""
+def make_mask(source: MaskWords | GivenMask, num_slots: int = 0) -> Mask:
+    """Makes the mask of a projection from its words or bits.
+
+    Args:
+        source: The words or bits.
+        num_slots: Number of slots, if it may be larger than that of the features' rows.
+    """
     if isinstance(source, GivenMask):
         return BitMask(source.bits)
-    return HashMask(source.token, source.feature, source.index)
+    is_shared = source.feature.shape[1] < num_slots
+    return HashMask(source.token, source.feature, source.index, is_shared)
 
 
 def load_words(words: Ref, layout):

@@ -100,7 +100,7 @@ class Produce(Shrink):
     """Computes items of s and, in those of the first chunk of ranks, the results.
 
     Rows of padding are computed as other rows are, with the adapter of slot 0 for s,
-    which nobody reads.
+    which nobody reads; or they are left out.
 
     A stage has a tile of each argument, so x_smem is [num_stages, tiles, 64, 128].
 
@@ -115,6 +115,7 @@ class Produce(Shrink):
         result_gmem: The results, [T, K].
         function: The row-wise function.
         sides: Number of the result that each side product takes.
+        skips_padding: Whether rows of padding are left out, and not written.
     """
 
     factors_smem: Ref = None
@@ -125,6 +126,7 @@ class Produce(Shrink):
     result_gmem: tuple[Ref, ...]
     function: RowFunction
     sides: tuple[int, ...]
+    skips_padding: bool
 
     @property
     def _program(self) -> RowProgram:
@@ -138,9 +140,12 @@ class Produce(Shrink):
     def prefetch(self, item):
         """Reads (slot, number of steps) of an item."""
         block, chunk = self._block_and_chunk(item)
-        slot = jnp.maximum(self.slot_gmem[block], 0)
-        num_steps = jnp.int32(self.x_gmem.shape[1] // WIDTH)
-        return slot, jnp.where(self._is_needed(chunk, slot), num_steps, 0)
+        given, num_steps = self.slot_gmem[block], self.x_gmem.shape[1] // WIDTH
+        slot = jnp.maximum(given, 0)
+        is_needed = self._is_needed(chunk, slot)
+        if self.skips_padding:
+            is_needed &= given >= 0
+        return slot, jnp.where(is_needed, jnp.int32(num_steps), 0)
 
     def load(self, index, item, prefetched, step):
         """Fills the stages of one item; returns the next step of the ring."""

@@ -31,10 +31,12 @@ from jaxlora.pallas_kernels.mosaic.produce import Produce, produce_ring
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_ring
 from jaxlora.pallas_kernels.mosaic.tuning import (
+    MAX_SIDE_SMS,
     OuterCost,
     band_for,
     best_plan,
     columns_for,
+    expert_band_for,
     shares_for,
     splits_for,
 )
@@ -225,6 +227,7 @@ def produce(
         static_args=(
             ("function", function),
             ("sides", tuple(side.result for side in sides)),
+            ("skips_padding", blocks.num_tiles is not None),
         ),
         approx_math=True,
     )
@@ -261,7 +264,7 @@ def producer_ring(
 
 def expand_work(
     terms: Sequence[Term],
-    layer: Int[Array, " 1"],
+    layer: Int[Array, " _"],
     blocks: Blocks,
     bias: Array | None = None,
     *,
@@ -274,9 +277,9 @@ def expand_work(
     Args:
         terms: The terms of the sum; all have a mask of the same kind or none has. s is
             in the dtype of the result. B is [G, N, R] if the product is `transposed`.
-        layer: Index of the layer in every W.
+        layer: Index of the layer in every W, [1]; or of each tile of 128 rows.
         blocks: Slots of the rows.
-        bias: [N].
+        bias: [N]; [L, N] if the layer goes by tile.
         transposed: Whether W and B are stored transposed.
         band: Tile rows visited together; None: the tuning table's choice.
         scales: Scales of the sum's rows, [T], or of its rows and its columns, [N], all
@@ -289,24 +292,34 @@ def expand_work(
     k = sum(part.shape[1] for part in x)
     settings = [term.settings for term in terms]
     masks = [term.mask for term in terms if term.mask is not None]
+    narrow_rank = None if scales else narrow_rank_for(blocks, terms[0].s.shape[1])
+    b = [term.b for term in terms]
+    if narrow_rank is not None and not transposed:
+        b = [one.transpose(0, 2, 1) for one in b]
+    rows = blocks.planned_number * ROWS
     # On an fp8 base, narrower tiles have not been measured.
-    columns = COLUMNS if scales else columns_for(t, n, device.num_sms())
+    columns = COLUMNS if scales else columns_for(rows, n, device.num_sms())
+    if band is None and blocks.num_tiles is not None:
+        band = expert_band_for(rows / TILE_ROWS, w.shape[0])
+    band = band or band_for(device.device_kind(), t, k, n)
+    num_columns = math.ceil(n / columns)
     return Work(
         role=Expand,
         operands={
             "x_gmem": tuple(x),
             "w_gmem": tuple(term.w for term in terms),
             "s_gmem": tuple(term.s for term in terms),
-            "b_gmem": tuple(term.b for term in terms),
+            "b_gmem": tuple(b),
             "settings": rows_read(settings, "num_chunks", masks=masks),
             "layer_gmem": layer,
             "slot_gmem": blocks.slot,
+            "num_items_gmem": _live_tiles(blocks, band, num_columns),
             "bias_gmem": bias,
             "scale_gmem": scales,
             "masks": tuple(masks),
         },
         out_types=(("y_gmem", jax.ShapeDtypeStruct((t, n), terms[0].s.dtype)),),
-        num_items=math.ceil(t / TILE_ROWS) * math.ceil(n / columns),
+        num_items=math.ceil(t / TILE_ROWS) * num_columns,
         ring=expand_ring(
             x[0].dtype,
             terms[0].s.dtype,
@@ -314,12 +327,27 @@ def expand_work(
             transposed=transposed,
             num_scales=len(scales),
             columns=columns,
+            narrow_rank=narrow_rank,
         ),
-        static_args=(
-            ("transposed", transposed),
-            ("band", band or band_for(device.device_kind(), t, k, n)),
-        ),
+        static_args=(("transposed", transposed), ("band", band)),
     )
+
+
+def narrow_rank_for(blocks: Blocks, rank: int) -> int | None:
+    """Returns the ranks of a step over ranks if that is better than 64; else None.
+
+    Experts' products have few features, and 64 ranks take as long as 64 of these.
+    """
+    return rank if blocks.num_tiles is not None and rank < STEP else None
+
+
+def _live_tiles(blocks: Blocks, band: int, num_columns: int) -> Array | None:
+    """Returns the number of tiles in bands of rows that are not all padding, [1]."""
+    if blocks.num_tiles is None:
+        return None
+    most = math.ceil(blocks.slot.shape[0] * ROWS / TILE_ROWS)
+    rows = -(-blocks.num_tiles // band) * band
+    return jnp.minimum(rows, most) * num_columns
 
 
 def run_expand(work: Work) -> Array:
@@ -328,7 +356,15 @@ def run_expand(work: Work) -> Array:
 
 
 def outer_work(
-    wide, narrow, settings, blocks: Blocks, masks, *, transposed, splits=None
+    wide,
+    narrow,
+    settings,
+    blocks: Blocks,
+    masks,
+    *,
+    transposed,
+    splits=None,
+    num_ranks=None,
 ) -> tuple[Work, Parts]:
     """Makes the work that computes `wide^T narrow` over parts of each slot's rows.
 
@@ -340,8 +376,10 @@ def outer_work(
         masks: Mask of wide for each projection; empty without dropout.
         transposed: Whether to compute `narrow^T wide` instead.
         splits: The most parts of a slot's rows; None: the tuning table's choice.
+        num_ranks: Number of ranks of the result, if it is `transposed`; None: R.
     """
     k, r = wide.shape[1], narrow[0].shape[1]
+    out_r = num_ranks if transposed and num_ranks else r
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
     num_slots = blocks.starts.shape[0] - 1
     # With few slots, all may be split, and one gather makes the result.
@@ -350,7 +388,7 @@ def outer_work(
     shares = shares_for(splits, parts.usual_number)
 
     def out(num_rows):
-        shape = (num_rows, *((r, k) if transposed else (k, r)))
+        shape = (num_rows, *((out_r, k) if transposed else (k, out_r)))
         return (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(narrow)
 
     work = Work(
@@ -387,15 +425,27 @@ def _gradients(parts: Parts, results: dict[str, Any]) -> list[Array]:
     return [sum_parts(one, parts, result) for one, result in each]
 
 
+def _max_side_sms(blocks: Blocks, num_outers: int) -> int:
+    """Returns the most side multiprocessors.
+
+    Experts have few features, so expand takes little longer than the outer products.
+    More side multiprocessors make it faster for one projection, with two outer
+    products, and slower for several.
+    """
+    is_of_experts = blocks.num_tiles is not None
+    return 4 * MAX_SIDE_SMS if is_of_experts and num_outers == 2 else MAX_SIDE_SMS
+
+
 def expand_with_outers(
-    expand: Work, outers: list[tuple[Work, Parts]]
+    expand: Work, outers: list[tuple[Work, Parts]], blocks: Blocks
 ) -> tuple[Array, list[list[Array]]]:
     """Runs an expand and outer products in one launch; returns y and the gradients.
 
     Some of the outer products' items run on multiprocessors that expand leaves idle.
     """
     outers, alone = outers[:_MAX_OUTERS], outers[_MAX_OUTERS:]
-    num_blocks = expand.operands["slot_gmem"].shape[0]
+    num_blocks = blocks.planned_number
+    num_tiles = expand.num_items * num_blocks // blocks.slot.shape[0]
     smem = dict(expand.ring.smem)
     _, _, k_step = smem["x_smem"].shape
     columns = smem["w_smem"].shape[1 if dict(expand.static_args)["transposed"] else 2]
@@ -410,7 +460,8 @@ def expand_with_outers(
         for work, parts in outers
     ]
     wide_steps = sum(steps) * columns / COLUMNS
-    _, plan = best_plan(expand.num_items, wide_steps, costs, device.num_sms())
+    sms = device.num_sms(), _max_side_sms(blocks, len(outers))
+    _, plan = best_plan(num_tiles, wide_steps, costs, *sms)
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
         works.append(dataclasses.replace(work, num_side_items=num_items))

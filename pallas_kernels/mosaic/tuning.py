@@ -12,7 +12,7 @@ from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS
 from jaxlora.pallas_kernels.mosaic.ring import COMPUTE_WGS, ROWS
 
 MAX_SPLITS = 16
-_MAX_SIDE_SMS = 8
+MAX_SIDE_SMS = 8
 _TABLE = "tuning.json"
 
 # Microseconds of a step of 64, measured on an H200: of an expand tile; of an outer item
@@ -39,6 +39,14 @@ def band_for(device: str, t: int, k: int, n: int) -> int:
     """Returns how many tile rows expand visits together for T x K times K x N."""
     measured = _table().get(device, {}).get(f"expand {t} {k} {n}")
     return measured["band"] if measured else 8
+
+
+def expert_band_for(num_tiles: float, num_experts: int) -> int:
+    """Returns how many tile rows expand visits together if each expert has a W.
+
+    A band of more rows than an expert has would read the weights of several at once.
+    """
+    return min(max(int(num_tiles / num_experts), 1), 8)
 
 
 def columns_for(t: int, n: int, num_sms: int) -> int:
@@ -136,7 +144,11 @@ class SidePlan:
 
 
 def best_plan(
-    num_tiles: int, steps_per_tile: float, outers: Sequence[OuterCost], num_sms: int
+    num_tiles: int,
+    steps_per_tile: float,
+    outers: Sequence[OuterCost],
+    num_sms: int,
+    max_side_sms: int = MAX_SIDE_SMS,
 ) -> tuple[float, SidePlan]:
     """Returns the plan with the least estimated time, after its microseconds.
 
@@ -149,11 +161,12 @@ def best_plan(
             tiles have fewer.
         outers: The outer products, in the order in which they run.
         num_sms: Number of multiprocessors.
+        max_side_sms: The most side multiprocessors.
     """
     tile_us = steps_per_tile * _EXPAND_STEP_US
     options = [
         _timed_plan(num_tiles, tile_us, outers, num_sms, num_side_sms, take_all)
-        for num_side_sms in range(min(_MAX_SIDE_SMS, num_sms - 1) + 1)
+        for num_side_sms in range(min(max_side_sms, num_sms - 1) + 1)
         for take_all in itertools.product((False, True), repeat=len(outers))
     ]
     return min(options, key=lambda option: option[0])

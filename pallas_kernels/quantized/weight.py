@@ -75,6 +75,16 @@ class QuantizedWeight(abc.ABC):
         return self.in_features, self.out_features
 
     @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of experts: each array has a first axis of X."""
+        name, dimensions = next(iter(self.dimensions.items()))
+        return jnp.ndim(self.arrays[name]) > len(dimensions)
+
+    def first(self) -> "QuantizedWeight":
+        """Returns the first weight of a stack."""
+        return jax.tree.map(lambda x: x[0], self)
+
+    @property
     def arrays(self) -> dict[str, Any]:
         """The arrays by field name, without those that are None."""
         names = [f.name for f in dataclasses.fields(self)]  # pyrefly: ignore

@@ -53,9 +53,10 @@ def mask_arguments(
     A kernel takes three parameters each: `threshold_0`, the threshold of each slot,
     [rows, G]; `place_0`, the row of the projection in its words, [1]; `token_0`, the
     words of the tokens, [places, T / 64, 2, 64]; and `feature_0`, those of the
-    features, [places, G, F]. If masks are given, `token_0` is the bit of each token in
-    the two words of a block, [2, 64], and `feature_0` the bits, [T / 32, F]. Where
-    there is nothing to give, a kernel takes `unused`.
+    features, [places, FG, F], of which slot g has row `g % FG`. If masks are given,
+    `token_0` is the bit of each token in the two words of a block, [2, 64], and
+    `feature_0` the bits, [T / 32, F]. Where there is nothing to give, a kernel takes
+    `unused`.
     """
     words = [mask for mask in masks if isinstance(mask, MaskWords)]
     given = [mask.bits for mask in masks if isinstance(mask, GivenMask)]
@@ -73,13 +74,14 @@ def mask_arguments(
 
 
 def mask_constants(masks: Sequence[MaskWords | GivenMask]) -> dict[str, int]:
-    """Returns the kind of the masks, and the number of features that they are for."""
+    """Returns the kind of the masks, and the sizes of the features' words."""
     if not masks:
-        return {"MASK": 0, "F": 0}
+        return {"MASK": 0, "F": 0, "FG": 1}
     first = masks[0]
     if isinstance(first, GivenMask):
-        return {"MASK": GIVEN.value, "F": first.bits.shape[1]}
-    return {"MASK": HASHED.value, "F": first.feature.shape[2]}
+        return {"MASK": GIVEN.value, "F": first.bits.shape[1], "FG": 1}
+    _, num_rows, num_features = first.feature.shape
+    return {"MASK": HASHED.value, "F": num_features, "FG": num_rows}
 
 
 # ---- functions that kernels call -----------------------------------------------------

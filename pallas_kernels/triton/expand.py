@@ -44,9 +44,9 @@ def expand(
 
     Args:
         terms: One to three terms; all have a mask of the same kind or none has.
-        layer: Index of the layer in every W, [1].
+        layer: Index of the layer in every W, [1]; or of each two blocks of rows.
         blocks: Slots of the rows.
-        bias: [N].
+        bias: [N]; [L, N] if the layer goes by blocks.
         transposed: Whether every W is stored [L, N, K].
         rank_last: Whether every B is stored [G, N, R].
         target: What the kernel is compiled for.
@@ -91,6 +91,7 @@ def expand(
             "TRANSPOSED": transposed,
             "RANK_LAST": rank_last,
             "BIASED": bias is not None,
+            "BY_TILE": blocks.num_tiles is not None,
             **mask_constants(masks),
         },
     )
@@ -108,7 +109,7 @@ def expand_kernel(
     G: tl.constexpr, P: tl.constexpr,
     K_0: tl.constexpr, K_1: tl.constexpr, K_2: tl.constexpr,
     TRANSPOSED: tl.constexpr, RANK_LAST: tl.constexpr, BIASED: tl.constexpr,
-    MASK: tl.constexpr, F: tl.constexpr,
+    BY_TILE: tl.constexpr, MASK: tl.constexpr, F: tl.constexpr, FG: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of y.
@@ -118,17 +119,17 @@ def expand_kernel(
         w_0: [L, K_0, N], or [L, N, K_0] if `TRANSPOSED`.
         s_0: [T, R].
         b_0: [G, R, N], or [G, N, R] if `RANK_LAST`.
-        layer: Index in w, [1].
+        layer: Index in w, [1]; of each 128 rows if `BY_TILE`.
         slot_of: Slot of each block of 64 rows, [T / 64].
-        bias: [N]; read if `BIASED`.
+        bias: [N], or [L, N] if `BY_TILE`; read if `BIASED`.
         row_0, chunks_0: See `settings_arguments`.
         threshold_0, place_0, token_0, feature_0: See `mask_arguments`; features are
             those of y.
         y: The result, [T, N].
-        T, N, R, G, F, K_0: Sizes.
+        T, N, R, G, F, FG, K_0: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
-        TRANSPOSED, RANK_LAST, BIASED: As in `expand`.
+        TRANSPOSED, RANK_LAST, BIASED, BY_TILE: As in `expand`.
         MASK: Kind of the masks, see `HASHED`; 0: none.
         BM, BN, BK: Sizes of a tile and features of a step.
         BAND: Tile rows that are visited together.
@@ -147,12 +148,15 @@ def expand_kernel(
     if tl.maximum(slot, lower_slot) >= 0:
         terms = ss, bs, rows_of, chunks, thresholds, places, tokens, features
         upper_half = _half_term(
-            terms, (slot, upper), n, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
+            terms, (slot, upper), n, N, R, BR, G, P, T, RANK_LAST, MASK, F, FG, BM, BN
         )
         lower_half = _half_term(
-            terms, (lower_slot, lower), n, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
-        )
+            terms, (lower_slot, lower), n,
+            N, R, BR, G, P, T, RANK_LAST, MASK, F, FG, BM, BN,
+        )  # fmt: skip
         acc = tl.join(upper_half, lower_half).permute(2, 0, 1).reshape(BM, BN)
+        if BY_TILE:
+            layer += m * BM // 128
         index = tl.load(layer).to(tl.int64)
         for p in tl.static_range(P):
             w = ws[p] + index * (widths[p] * N)
@@ -160,6 +164,8 @@ def expand_kernel(
                 acc, xs[p], w, m, n, T, N, widths[p], TRANSPOSED, BM, BN, BK
             )
         if BIASED:
+            if BY_TILE:
+                bias += index * N
             bias_row = tl.load(bias + columns, mask=columns < N, other=0.0)
             acc += bias_row[None, :].to(tl.float32)
         # Rows of padding may be in a tile with an adapter's.
@@ -190,7 +196,8 @@ def tile_place(index, tiles_m, tiles_n, BAND: tl.constexpr):
 def _half_term(
     terms, half, n, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     G: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RANK_LAST: tl.constexpr,
-    MASK: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, F: tl.constexpr, FG: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of `mask * (s B)` for half of a tile's rows, [BM / 2, BN].
 
@@ -201,11 +208,11 @@ def _half_term(
     """
     rows, columns = half[1] + tl.arange(0, BM // 2), n * BN + tl.arange(0, BN // 2)
     left = _quarter_term(
-        terms, half, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
+        terms, half, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASK, F, FG, BM, BN
     )
     columns += BN // 2
     right = _quarter_term(
-        terms, half, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASK, F, BM, BN
+        terms, half, rows, columns, N, R, BR, G, P, T, RANK_LAST, MASK, F, FG, BM, BN
     )
     return tl.join(left, right).permute(0, 2, 1).reshape(BM // 2, BN)
 
@@ -215,7 +222,8 @@ def _half_term(
 def _quarter_term(
     terms, half, rows, columns, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     G: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RANK_LAST: tl.constexpr,
-    MASK: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, F: tl.constexpr, FG: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Returns the sum of `mask * (s B)` for a quarter of a tile, [BM / 2, BN / 2]."""
     ss, bs, rows_of, chunks, thresholds, places, tokens, features = terms
@@ -240,7 +248,8 @@ def _quarter_term(
                 else:
                     place = tl.load(places[p])
                     multipliers, offsets = load_tokens(tokens[p], place, rows, T)
-                    word_at = features[p] + (place * G + g).to(tl.int64) * F + columns
+                    word = (place * FG + g % FG).to(tl.int64) * F
+                    word_at = features[p] + word + columns
                     words = tl.load(word_at, mask=columns < F, other=0)
                     limit = tl.load(thresholds[p] + setting)
                     kept = is_kept(multipliers, offsets, words, limit)

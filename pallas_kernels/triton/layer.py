@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlora.pallas_kernels.operands import Term, make_operands
+from jaxlora.pallas_kernels.expert_rows import RowPlan
+from jaxlora.pallas_kernels.operands import Term, make_operands, weigh
 from jaxlora.pallas_kernels.projection import Projection
 from jaxlora.pallas_kernels.triton.arguments import MAX_PROJECTIONS
 from jaxlora.pallas_kernels.triton.dual import dual
@@ -29,8 +30,8 @@ from jaxlora.pallas_kernels.triton.target import Target
 def forward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
     *,
     w_transposed: bool,
     target: Target,
@@ -67,21 +68,33 @@ def backward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
     s: list[Array],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
+    row_weights: Float[Array, " T"] | None = None,
     *,
     w_transposed: bool,
     target: Target,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
-    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
+
+    With weights of rows, the gradients of A and B are those of weighted rows.
+    """
     given = make_operands(x, projections, block_adapter)
     settings, masks, blocks = given.settings, given.masks, given.blocks
     both = [
-        dual(dy_i, s[i], given.b[i], settings[i], blocks, target=target)
+        dual(
+            dy_i,
+            weigh(s[i], row_weights),
+            given.b[i],
+            settings[i],
+            blocks,
+            target=target,
+        )
         for i, dy_i in enumerate(dy)
     ]
     ds = [ds_i for ds_i, _ in both]
-    da = outer(x, ds, settings, masks, blocks, target=target)
+    narrow = [weigh(one, row_weights) for one in ds]
+    da = outer(x, narrow, settings, masks, blocks, target=target)
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, ds, given.a, settings, of_terms, strict=True)
     terms = [Term(*one) for one in each]

@@ -54,7 +54,7 @@ def outer_kernel(
     token_0, token_1, token_2, feature_0, feature_1, feature_2, da_0, da_1, da_2,
     T: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     G: tl.constexpr, P: tl.constexpr, MASK: tl.constexpr, F: tl.constexpr,
-    BK: tl.constexpr,
+    FG: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Computes one column tile and one chunk of ranks of one part of a slot's rows.
 
@@ -70,7 +70,7 @@ def outer_kernel(
         row_0, chunks_0: See `settings_arguments`.
         threshold_0, place_0, token_0, feature_0: See `mask_arguments`.
         da_0: dropout(x)^T ds by part, [parts, K, R], float32.
-        T, K, R, G, F: Sizes.
+        T, K, R, G, F, FG: Sizes.
         BR: Ranks of a chunk.
         P: Number of projections.
         MASK: Kind of the masks, see `HASHED`; 0: none.
@@ -95,7 +95,7 @@ def outer_kernel(
             limit = tl.load(choose(p, threshold_0, threshold_1, threshold_2) + setting)
             token = choose(p, token_0, token_1, token_2)
             feature = choose(p, feature_0, feature_1, feature_2)
-            feature += (place * G + slot).to(tl.int64) * F
+            feature += (place * FG + slot % FG).to(tl.int64) * F
             words = tl.load(feature + columns, mask=inside, other=0)
         ds = choose(p, ds_0, ds_1, ds_2)
         total = tl.zeros((BR, BK), tl.float32)

@@ -106,7 +106,7 @@ def shrink_kernel(
     token_0, token_1, token_2, feature_0, feature_1, feature_2, s_0, s_1, s_2,
     T: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     G: tl.constexpr, RANK_FIRST: tl.constexpr, MASK: tl.constexpr, F: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    FG: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Computes BM rows and BR ranks of s of one projection.
 
@@ -117,7 +117,7 @@ def shrink_kernel(
         row_0, factor_0, chunks_0: See `settings_arguments`.
         threshold_0, place_0, token_0, feature_0: See `mask_arguments`.
         s_0: The result, [T, R].
-        T, K, R, G, F: Sizes.
+        T, K, R, G, F, FG: Sizes.
         BR: Ranks of a chunk.
         RANK_FIRST: Whether A is stored rank first.
         MASK: Kind of the masks, see `HASHED`; 0: none.
@@ -140,7 +140,7 @@ def shrink_kernel(
             multipliers, offsets = load_tokens(token, place, tile * BM + rows, T)
             limit = tl.load(choose(p, threshold_0, threshold_1, threshold_2) + setting)
             feature = choose(p, feature_0, feature_1, feature_2)
-            feature += (place * G + g).to(tl.int64) * F
+            feature += (place * FG + g % FG).to(tl.int64) * F
         x += tile.to(tl.int64) * (BM * K)
         x_offsets = rows[:, None] * K + ks[None, :]
         a = choose(p, a_0, a_1, a_2) + g.to(tl.int64) * (K * R)

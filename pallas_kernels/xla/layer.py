@@ -18,9 +18,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.pallas_kernels.dropout import entries
+from jaxlora.pallas_kernels.expert_rows import TILE_BLOCKS, RowPlan
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import quantize_rows, row_scale
+from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 
 def unsupported(shape: LinearShape) -> str | None:
@@ -88,10 +90,21 @@ class _Blocks:
     zero would keep its NaN, so their results are left out by selection.
     """
 
-    def __init__(self, block_adapter: Int[Array, " NB"]):
-        self.adapter = block_adapter
-        self.slot = jnp.maximum(block_adapter, 0)
-        self._is_live = (block_adapter >= 0)[:, None, None]
+    def __init__(self, slot: Int[Array, " NB"], layer: Int[Array, "*_"]):
+        self.given_slot = slot
+        self.layer = layer
+        self.slot = jnp.maximum(slot, 0)
+        self._is_live = (slot >= 0)[:, None, None]
+
+    def product(
+        self, x: Float[Array, "T D"], w: Float[Array, "L _ _"], axis: int
+    ) -> Float[Array, "T _"]:
+        """Returns the product of x and the layer's weight, summed over its axis."""
+        return _product(x, entries(w, self.layer[0]), (1, axis))
+
+    def bias(self, bias: Float[Array, " N"]) -> Float[Array, "..."]:
+        """Returns the bias of each block's rows, or of all rows."""
+        return bias.astype(jnp.float32)
 
     def split(self, rows: Float[Array, "T D"]) -> Float[Array, "NB BT D"]:
         return rows.reshape(self.slot.shape[0], -1, rows.shape[1])
@@ -120,25 +133,76 @@ class _Blocks:
         self, blocks: Float[Array, "NB P Q"], num_slots: int
     ) -> Float[Array, "G P Q"]:
         """Sums each adapter's blocks in their order, by selection."""
-        mine = self.adapter == jnp.arange(num_slots)[:, None]
+        mine = self.given_slot == jnp.arange(num_slots)[:, None]
         return jnp.where(mine[:, :, None, None], blocks, 0).sum(axis=1)
+
+
+class _ExpertBlocks(_Blocks):
+    """The blocks of experts' rows, whose weight goes by their tile.
+
+    Loops visit what is no padding, so that neither memory nor time grow with all
+    experts' weights and all slots.
+    """
+
+    def __init__(self, plan: RowPlan, layer: Int[Array, " NT"]):
+        super().__init__(plan.slot, layer)
+        self._plan = plan
+
+    def product(
+        self, x: Float[Array, "T D"], w: Float[Array, "L _ _"], axis: int
+    ) -> Float[Array, "T _"]:
+        rows = x.shape[0] // self.layer.shape[0]
+
+        def one(tile, y):
+            x_tile = lax.dynamic_slice_in_dim(x, tile * rows, rows)
+            part = _product(x_tile, entries(w, self.layer[tile]), (1, axis))
+            return lax.dynamic_update_slice_in_dim(y, part, tile * rows, 0)
+
+        zeros = jnp.zeros((x.shape[0], w.shape[2 - axis]), jnp.float32)
+        zeros = vary(zeros, varying_axes((x, w)))
+        return lax.fori_loop(0, self._plan.num_tiles[0], one, zeros)
+
+    def bias(self, bias: Float[Array, "L N"]) -> Float[Array, "NB 1 N"]:
+        of_block = jnp.repeat(self.layer, TILE_BLOCKS)
+        return entries(bias.astype(jnp.float32), of_block)[:, None]
+
+    def sum_by_adapter(
+        self, blocks: Float[Array, "NB P Q"], num_slots: int
+    ) -> Float[Array, "G P Q"]:
+        plan = self._plan
+
+        def one(i, sums):
+            block = plan.order[i]
+            slot = plan.slot[block]
+            total = entries(sums, slot) + entries(blocks, block)
+            return lax.dynamic_update_index_in_dim(sums, total, slot, 0)
+
+        zeros = jnp.zeros((num_slots, *blocks.shape[1:]), blocks.dtype)
+        zeros = vary(zeros, varying_axes(blocks))
+        return lax.fori_loop(0, plan.starts[-1], one, zeros)
+
+
+def _make_blocks(rows: Int[Array, " NB"] | RowPlan, layer: Array) -> _Blocks:
+    if isinstance(rows, RowPlan):
+        return _ExpertBlocks(rows, layer)
+    return _Blocks(rows, layer)
 
 
 def forward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
     *,
     w_transposed: bool = False,
 ) -> tuple[list[Array], list[Array]]:
     """Computes y [T, N] and s = scaling dropout(x) A [NB, BT, R] of each projection."""
+    blocks = _make_blocks(block_adapter, layer)
     if weights := _fp8_weights(projections):
         bases = _fp8_products(x, weights)
     else:
-        index, over = layer[0], (1, 1 if w_transposed else 0)
-        bases = [_product(x, entries(p.dense_w, index), over) for p in projections]
-    blocks = _Blocks(block_adapter)
+        axis = 1 if w_transposed else 0
+        bases = [blocks.product(x, p.dense_w, axis) for p in projections]
     parts = [
         _forward(blocks, x, p, base) for p, base in zip(projections, bases, strict=True)
     ]
@@ -161,7 +225,7 @@ def _forward(
     s = (s * blocks.factor(projection)).astype(x.dtype)
     y = blocks.split(base) + _product(s, b_B, (2, 1))
     if projection.bias is not None:
-        y = y + projection.bias.astype(jnp.float32)
+        y = y + blocks.bias(projection.bias)
     return blocks.live(y).astype(x.dtype), s
 
 
@@ -170,21 +234,24 @@ def backward(
     x: Float[Array, "T K"],
     projections: tuple[Projection, ...],
     s: list[Array],
-    layer: Int[Array, " 1"],
-    block_adapter: Int[Array, " NB"],
+    layer: Int[Array, " _"],
+    block_adapter: Int[Array, " NB"] | RowPlan,
+    row_weights: Float[Array, " T"] | None = None,
     *,
     w_transposed: bool = False,
 ) -> tuple[Float[Array, "T K"], list[dict[str, Array]]]:
-    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32."""
+    """Computes dx [T, K] in x's dtype; `a` [G, K, R] and `b` [G, R, N] in float32.
+
+    With weights of rows, the gradients of A and B are those of weighted rows.
+    """
+    blocks = _make_blocks(block_adapter, layer)
     if weights := _fp8_weights(projections):
         bases = _fp8_input_gradients(dy, weights)
     else:
-        index, over = layer[0], (1, 0 if w_transposed else 1)
-        pairs = zip(dy, projections, strict=True)
-        bases = [_product(dy_p, entries(p.dense_w, index), over) for dy_p, p in pairs]
-    blocks = _Blocks(block_adapter)
+        axis, pairs = 0 if w_transposed else 1, zip(dy, projections, strict=True)
+        bases = [blocks.product(dy_p, p.dense_w, axis) for dy_p, p in pairs]
     parts = [
-        _backward(blocks, dy_p, x, p, base, s_p)
+        _backward(blocks, dy_p, x, p, base, s_p, row_weights)
         for dy_p, p, base, s_p in zip(dy, projections, bases, s, strict=True)
     ]
     dx = functools.reduce(jnp.add, (part for part, _ in parts))
@@ -198,6 +265,7 @@ def _backward(
     projection: Projection,
     base: Float[Array, "T K"],
     s: Float[Array, "NB BT R"],
+    row_weights: Float[Array, " T"] | None,
 ) -> tuple[Float[Array, "T K"], dict[str, Array]]:
     """Adds LoRA's gradient of x to the base's; computes the gradients of A and B."""
     x_B, dy_B = blocks.split(x), blocks.split(dy)
@@ -208,9 +276,13 @@ def _backward(
 
     ds = _product(dy_B, b_B, (2, 2))
     ds = (ds * blocks.factor(projection)).astype(x.dtype)
-    db = blocks.sum_by_adapter(_product(s, dy_B, (1, 1)), num_slots)
+    s_w, ds_w = s, ds
+    if row_weights is not None:
+        of_block = blocks.split(row_weights[:, None])
+        s_w, ds_w = ((one * of_block).astype(x.dtype) for one in (s, ds))
+    db = blocks.sum_by_adapter(_product(s_w, dy_B, (1, 1)), num_slots)
     kept_B = x_B if keep is None else jnp.where(keep, x_B, 0)
-    da = blocks.sum_by_adapter(_product(kept_B, ds, (1, 1)), num_slots)
+    da = blocks.sum_by_adapter(_product(kept_B, ds_w, (1, 1)), num_slots)
 
     through = _product(ds, a_B, (2, 2))
     if keep is not None:

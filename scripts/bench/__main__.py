@@ -39,6 +39,7 @@ class Subject:
 
 SUBJECTS = {
     "kernels": Subject("kernels.benchmark", "LoRA linears against the frozen layer"),
+    "experts": Subject("kernels.experts", "linears of experts with LoRA"),
     "step": Subject("step.benchmark", "training steps against peft and the base alone"),
     "run": Subject(
         "run.benchmark", "whole runs, from the command to the end", on_device=False

@@ -157,7 +157,7 @@ _EXCHANGES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permu
 
 def is_exchange(kernel: Kernel) -> bool:
     """Whether a kernel passes data between devices."""
-    if "nccl" in kernel.name.lower():
+    if "nccl" in kernel.name.lower() or kernel.name == "MemcpyP2P":  # a copy engine
         return True
     return any(word in kernel.instruction for word in _EXCHANGES)
 

@@ -826,12 +826,68 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2_moe": (
+        {
+            **V4,
+            "model_type": "qwen2_moe",
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            **EXPERTS,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": False,
+        },
+        {"norm_topk_prob": True},
+    ),
+    "olmoe": (
+        {
+            **V5,
+            "model_type": "olmoe",
+            "architectures": ["OlmoeForCausalLM"],
+            "intermediate_size": 20,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.01,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "tie_word_embeddings": False,
+        },
+        {"norm_topk_prob": True},
+    ),
+    "mixtral": (
+        {
+            **V4,
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "intermediate_size": 20,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.02,
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+        {"num_experts_per_tok": 2},
+    ),
 }
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
 RANK = 2
 # Configurations with one of these keys get a lora.safetensors.
-WITH_LORA = ("num_experts", "linear_conv_kernel_dim", "attention_k_eq_v")
+WITH_LORA = ("linear_conv_kernel_dim", "attention_k_eq_v")
 
 
 def write_weights(folder: pathlib.Path, seed: int) -> None:
@@ -855,7 +911,10 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise *= 0.5
         if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
-        weights |= unfused(name, noise) if "experts" in name else {name: noise}
+        parts = unfused(name, noise) if "experts" in name else {name: noise}
+        if config.model_type == "mixtral":
+            parts = {_mixtral_name(key): part for key, part in parts.items()}
+        weights |= parts
     for name in model.state_dict():
         if name.endswith("layer_scalar"):
             weights[name] = 1 + 0.3 * torch.randn(1, generator=generator)
@@ -881,6 +940,14 @@ def hub_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
+def _mixtral_name(name: str) -> str:
+    """Returns the name on the hub of a tensor of a Mixtral."""
+    for own, other in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        if ".experts." in name:
+            name = name.replace(own, other)
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
 def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the linears of the experts, which each have a tensor in a checkpoint."""
     prefix, kind = name.rsplit(".", 1)
@@ -894,11 +961,15 @@ def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def load(folder: pathlib.Path, dtype: torch.dtype = torch.float32):
     """Loads a folder with transformers."""
+    config, options = json.loads((folder / "config.json").read_text()), {}
+    if config.get("num_experts") or config.get("num_local_experts"):
+        options["experts_implementation"] = "eager"
     model, report = auto_model(folder).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
         output_loading_info=True,
+        **options,
     )
     assert not any(report.values()), report
     return model.eval()
@@ -947,7 +1018,7 @@ def write_lora(folder: pathlib.Path, tokens: np.ndarray, seed: int) -> None:
             ]
             fused = torch.cat(parts).reshape(weight.shape)
             used[name] = fused
-        elif "_proj" in name:
+        elif name.endswith("_proj.weight"):
             used[name] = changed(name.removesuffix(".weight"), weight)
     logits = torch.func.functional_call(model, used, (ids[None],)).logits[0]
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
@@ -1004,10 +1075,11 @@ def make(name: str, seed: int) -> None:
     narrow = logits_of(folder, sequences[1], torch.bfloat16)
     arrays["bfloat16_error_1"] = np.abs(narrow - logits[1]).max()
     np.savez(folder / "logits.npz", **arrays)
-    if "num_experts" in config:
+    has_experts = bool(config.get("num_experts_per_tok"))
+    if has_experts:
         for tokens in sequences:
             check_choices(folder, tokens)
-    if not config.keys().isdisjoint(WITH_LORA):
+    if has_experts or not config.keys().isdisjoint(WITH_LORA):
         write_lora(folder, sequences[0], seed)
     for change in changes:
         write_config(folder, {**config, **change})

@@ -359,7 +359,7 @@ _SLOTS = (
     ),
     _mutant(
         "all linears of a slot have the scaling of the last one",
-        "new[self._places[linear_path(name)]] = setting.value(adapter, weights)",
+        "new[place] = setting.value(adapter, weights)",
         "new[:] = setting.value(adapter, weights)",
         f"{_TRAIN}/test_sections.py::test_sections_train_what_one_program_trains",
         f"{_TRAIN}/test_peft_run.py",

@@ -117,7 +117,7 @@ def run(p: Problem, *, outers: bool = False):
         return run_expand(expand)
     wide = s[0]
     work = outer_work(wide, s, settings, blocks, [], transposed=False)
-    return expand_with_outers(expand, [work])[0]
+    return expand_with_outers(expand, [work], blocks)[0]
 
 
 def _blocks():

@@ -38,6 +38,7 @@ TYPES = (
 SIZES = {
     **{"T": 8192, "K": 4096, "K_0": 4096, "K_1": 1024, "K_2": 1024, "N": 4096, "P": 1},
     **{"G": 4, "F": 4096, "MASK": HASHED.value, "RANK_FIRST": False, "BIASED": False},
+    **{"FG": 4, "BY_TILE": False},
 }
 ODD = {"K": 4104, "K_0": 4104, "N": 4104}  # not multiples of a tile
 WIDE = {"K_0": 14336, "K_1": 14336}
@@ -45,6 +46,7 @@ HALF = {"T": 8256}  # an odd number of blocks: half of the last tile of 128 rows
 Y = {"MASK": 0, "TRANSPOSED": False, "RANK_LAST": False}
 DX = {"TRANSPOSED": True, "RANK_LAST": True}
 BITS = {"MASK": GIVEN.value}
+EXPERTS = {"G": 512, "BY_TILE": True}
 # Ranks and sizes for which the tiles of a kernel are compiled.
 CASES = {
     "expand": [
@@ -52,6 +54,7 @@ CASES = {
         (16, DX | HALF),
         (64, DX),
         (64, DX | BITS),
+        (64, DX | EXPERTS),
     ],
     "expand_2": [
         (16, DX | WIDE | {"P": 2}),
@@ -60,7 +63,7 @@ CASES = {
     ],
     "expand_3": [(16, DX | {"P": 3})],
     "shrink": [(16, ODD | HALF), (64, HALF), (64, BITS | ODD)],
-    "outer": [(16, HALF | {"P": 3}), (64, ODD), (64, BITS | ODD)],
+    "outer": [(16, HALF | {"P": 3}), (64, ODD | EXPERTS), (64, BITS | ODD)],
     "dual": [(16, HALF), (32, ODD), (64, ODD)],
 }
 # The device for which each kernel is always compiled; the other tiles are of the grid.

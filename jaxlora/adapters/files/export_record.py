@@ -24,6 +24,7 @@ from jaxlora.problems import format_errors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of the names of tensors
 RECORD_FILE = "jaxlora.json"
 _File = Literal[
     "adapter_config.json",

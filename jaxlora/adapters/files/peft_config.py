@@ -26,6 +26,7 @@ _OTHERS = {
     "megatron_core",
     "peft_version",
     "qalora_group_size",
+    "target_parameters",  # the weights show which parameters are adapted
     "trainable_token_indices",
 }
 _UNSUPPORTED = (

@@ -1,6 +1,7 @@
 """Writes an adapter as a PEFT folder, at its real ranks, without padding."""
 
 import collections
+import dataclasses
 import json
 import logging
 import pathlib
@@ -13,8 +14,17 @@ import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.base_name import BaseName, base_name
+from jaxlora.adapters.files.expert_tensors import (
+    PEFT_VERSION,
+    ExpertLayout,
+    FusedLora,
+    default_layout,
+    fused_experts,
+    fused_tensors,
+)
 from jaxlora.adapters.files.export_record import (
     CONFIG_FILE,
+    PREFIX,
     WEIGHTS_FILE,
     ExportRecord,
     check_replaceable,
@@ -24,13 +34,12 @@ from jaxlora.adapters.files.model_card import write_card
 from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
+from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.slot_modules import SCORE, SLOT_MODULES
 from jaxlora.models.structure import module_prefix
 from jaxlora.modules.variants.table import variants
 
 logger = logging.getLogger(__name__)
-
-PREFIX = "base_model.model."
 
 
 def export_peft(
@@ -44,6 +53,7 @@ def export_peft(
     record: ExportRecord | None = None,
     card: str | None = None,
     tokenizer: TokenizerCopy | None = None,
+    expert_layout: ExpertLayout | None = None,
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -64,15 +74,18 @@ def export_peft(
         card: Text of a model card to write as README.md; None: there is none.
         tokenizer: Tokenizer to write beside the adapter; None: there is none. Without
             a record, the folder is then not replaced by a later export.
+        expert_layout: How the LoRA of experts is written; None: as peft reads it.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
         StorageError: `folder` is a file or a symbolic link, or cannot be written.
     """
     check_replaceable(folder, overwrite=overwrite)
-    tensors = {}
+    adapter = _as_peft_has_experts(adapter, folder)
+    experts = _fused_experts(adapter, expert_layout, linear_names)
+    tensors = {f"{PREFIX}{n}": x for n, x in fused_tensors(experts).items()}
     for name, weights in adapter.modules.items():
-        for tensor in weights.in_order():
+        for tensor in () if experts and is_of_expert(name) else weights.in_order():
             tensors[f"{PREFIX}{name}.{tensor.peft_name}"] = np.ascontiguousarray(
                 weights.tensors[tensor.name].T, np.float32
             )
@@ -92,7 +105,8 @@ def export_peft(
             min(scalings),
             max(scalings),
         )
-    config = _config(adapter, base_name(base_model, revision), linear_names)
+    base = base_name(base_model, revision)
+    config = _config(adapter, base, linear_names, experts)
     folder = pathlib.Path(folder)
     with replace_folder(folder) as temporary:
         safetensors.numpy.save_file(
@@ -110,16 +124,59 @@ def export_peft(
     return folder
 
 
+def _as_peft_has_experts(adapter: Adapter, folder: str | pathlib.Path) -> Adapter:
+    """Returns the adapter without what peft lacks for experts, which trains the same.
+
+    It has no dropout there, and takes the root of twice the rank of gate and up.
+    """
+    if not any(map(is_of_expert, adapter.modules)):
+        return adapter
+    if adapter.dropout:
+        logger.info(
+            "%s: lora_dropout is 0 there, as peft has none on experts; the adapter was "
+            "trained with %s.",
+            folder,
+            adapter.dropout,
+        )
+    modules = {
+        name: dataclasses.replace(own, lora_alpha=adapter.scaling(own) * own.rank)
+        for name, own in adapter.modules.items()
+    }
+    return dataclasses.replace(adapter, modules=modules, use_rslora=False, dropout=0.0)
+
+
+def _fused_experts(
+    adapter: Adapter, layout: ExpertLayout | None, linear_names: Sequence[str]
+) -> dict[str, FusedLora]:
+    """Returns the fused LoRA of experts, by parameter; empty in the other layout."""
+    modules = {n: w for n, w in adapter.modules.items() if is_of_expert(n)}
+    if modules and layout is None:
+        layout = default_layout(modules, linear_names)
+    if layout != "fused":
+        return {}
+    scalings = {name: adapter.scaling(weights) for name, weights in modules.items()}
+    return fused_experts(modules, scalings)
+
+
 def _config(
-    adapter: Adapter, base: BaseName, linear_names: Sequence[str]
+    adapter: Adapter,
+    base: BaseName,
+    linear_names: Sequence[str],
+    experts: Mapping[str, FusedLora],
 ) -> PeftConfig:
+    own_modules, there = list(adapter.modules), list(linear_names)
+    if experts:
+        own_modules, there = (
+            [name for name in names if not is_of_expert(name)]
+            for names in (own_modules, there)
+        )
     modules = (SLOT_MODULES[name] for name in adapter.outside)
     saved = sorted(one.frozen or one.name for one in modules if not one.has_tokens)
     common: dict[str, Any] = {
         "base_model_name_or_path": base.path,
         "modules_to_save": saved or None,
         "revision": base.revision,
-        "target_modules": _target_modules(list(adapter.modules), linear_names),
+        "target_modules": _target_modules(own_modules, there),
         "task_type": "SEQ_CLS" if SCORE.name in adapter.outside else "CAUSAL_LM",
     }
     own: dict[str, Any] = {}
@@ -127,14 +184,23 @@ def _config(
         own |= variant.to_peft(adapter)
     if own:
         return PeftConfig(**common, **own)
-    ranks = {name: w.rank for name, w in adapter.modules.items()}
-    alphas = {name: w.lora_alpha for name, w in adapter.modules.items()}
+    ranks = {name: adapter.modules[name].rank for name in own_modules}
+    ranks |= {name: fused.rank for name, fused in experts.items()}
+    alphas = {name: adapter.modules[name].lora_alpha for name in own_modules}
+    alphas |= {name: fused.scaling * fused.rank for name, fused in experts.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
+    if one := [n for n in own_modules if is_of_expert(n)][:1]:
+        # peft takes that of gate and up from here, whatever the patterns say.
+        rank, lora_alpha = ranks[one[0]], alphas[one[0]]
     given: dict[str, Any] = {
         variant.setting: adapter.is_set(variant.setting)
         for variant in variants()
         if variant.setting is not None and variant.peft_type == "LORA"
     }
+    if experts:
+        parameters = [name for name in linear_names if is_of_expert(name)]
+        given["target_parameters"] = _target_parameters(experts, parameters)
+        given["peft_version"] = PEFT_VERSION
     if adapter.token_indices:
         given["trainable_token_indices"] = adapter.token_indices
     return LoraConfig(
@@ -161,10 +227,25 @@ def _whole(value: float) -> float | int:
 def _pattern(values: Mapping[str, float], common: float) -> dict[str, float]:
     """Returns the values that differ from the common one, by full name as a pattern."""
     return {
-        re.escape(name): _whole(value)
+        re.escape(shared_path(name)): _whole(value)
         for name, value in values.items()
         if value != common
     }
+
+
+def _target_parameters(
+    experts: Mapping[str, FusedLora], linear_names: Sequence[str]
+) -> list[str]:
+    """Returns ends of names if they select exactly these parameters, or full names.
+
+    Args:
+        experts: What is adapted, by parameter.
+        linear_names: Names of the linears of all experts.
+    """
+    ends = {name.partition(".layers.")[2].partition(".")[2] for name in experts}
+    blocks = {shared_path(name).rpartition(".")[0] for name in linear_names}
+    is_all = len(experts) == len(ends) * len(blocks)
+    return sorted(ends if is_all else experts)
 
 
 def _target_modules(modules: list[str], linear_names: Sequence[str]) -> list[str]:

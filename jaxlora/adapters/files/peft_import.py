@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
-from jaxlora.adapters.files.export_record import read_record
+from jaxlora.adapters.files.expert_tensors import check_alike, take_experts
+from jaxlora.adapters.files.export_record import PREFIX, read_record
 from jaxlora.adapters.files.peft_config import loftq_format, read_config
-from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from jaxlora.adapters.files.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.adapters.files.peft_tables import (
     BaseTables,
     TableReader,
@@ -20,6 +21,7 @@ from jaxlora.adapters.targets import pattern_value
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.tensor_file import TensorFile, check_finite
+from jaxlora.models.config import shared_path
 from jaxlora.models.slot_modules import SCORE
 from jaxlora.models.structure import linear_path, module_prefix
 from jaxlora.modules.trained_tensors import (
@@ -126,22 +128,25 @@ def _read(
     shared = {name for variant in variants() for name in variant.peft_tensors}
     matrices = {name: arrays.pop(name) for name in arrays.keys() & shared}
     tables = take_tables(folder, arrays, config["modules_to_save"])
+    experts = take_experts(folder, arrays, config, linear_shapes, patterns)
     found = _by_module(folder / WEIGHTS_FILE, arrays)
-    if not found and not any(table.lora for table in tables.values()):
+    if not found and not experts and not any(table.lora for table in tables.values()):
         raise AdapterError(f"{folder / WEIGHTS_FILE} holds no weights.")
     wanted = tensors_with(config.get)
     if config["bias"] == "lora_only":
         wanted = (*wanted, _BIAS)
     ranks, alphas = config["rank_pattern"] or {}, config["alpha_pattern"] or {}
-    modules, biases = {}, {}
+    modules, biases = dict(experts), {}
     for name, tensors in found.items():
         if name not in linear_shapes:
             raise AdapterError(
                 f"{folder} adapts {name}, which the base model does not have. Is it an "
                 "adapter of another model?"
             )
-        rank = pattern_value(ranks, name, config["r"], patterns)
-        lora_alpha = pattern_value(alphas, name, config["lora_alpha"], patterns)
+        rank, lora_alpha = config["r"], config["lora_alpha"]
+        for one in dict.fromkeys((shared_path(name), name)):  # newer names of experts
+            rank = pattern_value(ranks, one, rank, patterns)
+            lora_alpha = pattern_value(alphas, one, lora_alpha, patterns)
         own = _checked(folder, name, tensors, wanted, rank, linear_shapes[name])
         if (bias := own.pop(_BIAS.name, None)) is not None:
             biases[f"model.{linear_path(name)}.bias"] = bias
@@ -149,6 +154,7 @@ def _read(
             tensors=own, rank=rank, lora_alpha=float(lora_alpha)
         )
     ordered = {name: modules[name] for name in linear_shapes if name in modules}
+    check_alike(folder, ordered, linear_shapes)
     record = read_record(folder)
     size, _ = next(iter(linear_shapes.values()))  # the first reads the hidden states
     outside = TableReader(folder, config, tables, size, base, patterns).values()

@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxlora.adapters.adapter import OutsideWeights, lora_scaling
-from jaxlora.adapters.files.peft_export import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from jaxlora.adapters.files.export_record import PREFIX
+from jaxlora.adapters.files.peft_export import CONFIG_FILE, WEIGHTS_FILE
 from jaxlora.adapters.targets import pattern_value
 from jaxlora.common.json_file import shown
 from jaxlora.common.patterns import Patterns

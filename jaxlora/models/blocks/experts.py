@@ -3,56 +3,63 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxlora.models.blocks.mlp import Mlp
+from jaxlora.models.blocks.mlp import Mlp, swiglu
 from jaxlora.models.build import LayerBuilder
-from jaxlora.models.config import ModelConfig
-from jaxlora.modules.routing import LinearInput
+from jaxlora.models.config import ExpertShape, ModelConfig
+from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
+from jaxlora.pallas_kernels import (
+    expert_linears,
+    expert_output,
+    gather_rows,
+    route_rows,
+)
+
+
+class ExpertLinears(nnx.Module):
+    """The linears of the experts, whose names are those of one MLP."""
+
+    def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
+        name, d, f = "mlp.experts.{}_proj".format, config.hidden_size, shape.features
+        self.gate_proj = make.expert_linear(name("gate"), d, f, shape, role="column")
+        self.up_proj = make.expert_linear(name("up"), d, f, shape, role="column")
+        self.down_proj = make.expert_linear(name("down"), f, d, shape, role="row")
 
 
 class Experts(nnx.Module):
     """The weighted outputs of the MLPs that a router chooses for each row.
 
-    Every expert runs all rows, and those that did not choose it get a weight of 0. Each
-    linear of an expert takes LoRA; the router does not.
+    Each linear of an expert takes LoRA; the router and the gate of a shared expert do
+    not. A row is copied to its experts, so no other row has a part in its result.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        make: LayerBuilder,
-        *,
-        number: int,
-        chosen: int,
-        features: int,
-        normalizes: bool,
-    ):
+    def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
         """Makes the modules.
 
         Args:
             config: The model.
             make: Makes them.
-            number: X, number of experts.
-            chosen: How many of them a row chooses.
-            features: F, width of an expert.
-            normalizes: Whether the weights of a row's experts are divided by their sum.
+            shape: The mixture.
         """
-        self.chosen, self.normalizes = chosen, normalizes
+        self.shape, self.implementation = shape, make.options.implementation
         self.gate = make.weight(
-            (config.hidden_size, number),
+            (config.hidden_size, shape.number),
             "mlp.gate.weight",
             ("D", "X"),
             transpose=True,
         )
-        name = "mlp.experts.{}".format
-        self.experts = nnx.Dict(
-            {
-                str(i): Mlp(config, make, name=name(i), features=features)
-                for i in range(number)
-            }
-        )
+        self.experts = ExpertLinears(config, make, shape)
+        if (shared := shape.shared_features) is not None:
+            name = "mlp.shared_expert"
+            self.shared_expert = Mlp(config, make, name=name, features=shared)
+            self.shared_expert_gate = make.weight(
+                (config.hidden_size, 1),
+                "mlp.shared_expert_gate.weight",
+                ("D", "X"),
+                transpose=True,
+            )
 
     @property
     def input_linears(self) -> tuple[()]:
@@ -63,17 +70,54 @@ class Experts(nnx.Module):
         self, x: Float[Array, "T D"] | LinearInput, rows: Rows
     ) -> Float[Array, "T D"]:
         x = LinearInput.of(x).x
-        weights = self._weights(x).astype(x.dtype)
-        y = jnp.zeros_like(x)
-        for i, expert in self.experts.items():
-            y += weights[:, int(i), None] * expert(x, rows)
-        return y
+        logits = jnp.matmul(x, self.gate[...], preferred_element_type=jnp.float32)
+        weights, chosen = choose_experts(logits, self.shape)
+        if self.shape.rounds:
+            weights = weights.astype(x.dtype)
+        y = self._chosen(x, weights, chosen, rows.routing)
+        if self.shape.shared_features is None:
+            return y
+        share = jax.nn.sigmoid(x @ self.shared_expert_gate[...])
+        return y + share * self.shared_expert(x, rows)
 
-    def _weights(self, x: Float[Array, "T D"]) -> Float[Array, "T X"]:
-        """Returns the weight of each expert, 0 for those that are not chosen."""
-        shares = jax.nn.softmax((x @ self.gate[...]).astype(jnp.float32))
-        most, chosen = jax.lax.top_k(shares, self.chosen)
-        if self.normalizes:
-            most /= most.sum(axis=-1, keepdims=True)
-        rows = jnp.arange(len(x))[:, None]
-        return jnp.zeros_like(shares).at[rows, chosen].set(most)
+    def _chosen(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T C"],
+        chosen: Int[Array, "T C"],
+        routing: Routing,
+    ) -> Float[Array, "T D"]:
+        """Returns the weighted outputs of the experts that rows have chosen."""
+        own = self.experts
+        first, last = (own.gate_proj, own.up_proj), own.down_proj
+        slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
+        blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
+        if not slots:  # the blocks of an expert then need not tell adapters apart
+            blocks = jnp.minimum(blocks, 0)
+        plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
+        before = [one.for_kernels(routing, num_adapters) for one in first]
+        after = last.for_kernels(routing, num_adapters)
+        kernels = {"implementation": self.implementation}
+        gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
+        return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
+
+
+def choose_experts(
+    logits: Float[Array, "T X"], shape: ExpertShape
+) -> tuple[Float[Array, "T C"], Int[Array, "T C"]]:
+    """Chooses the experts with the largest logits; returns their weights and numbers.
+
+    Of equal logits, that of the lower number counts as larger. The gradient of a weight
+    reaches its row only, without a scatter.
+
+    Args:
+        logits: The router's logits, in float32.
+        shape: The mixture.
+    """
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), shape.chosen)
+    is_chosen = chosen[:, :, None] == jnp.arange(shape.number)
+    shares = jax.nn.softmax(logits)
+    weights = jnp.where(is_chosen, shares[:, None], 0).sum(axis=-1)
+    if shape.normalizes:
+        weights /= weights.sum(axis=-1, keepdims=True)
+    return weights, chosen

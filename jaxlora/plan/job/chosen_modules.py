@@ -20,7 +20,11 @@ from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.slot_modules import SCORE, Tokens, asked_modules
-from jaxlora.models.structure import linear_shapes
+from jaxlora.models.structure import (
+    chosen_experts,
+    linear_names,
+    linear_shapes,
+)
 from jaxlora.modules.trained_tensors import tensor_settings
 from jaxlora.objectives.base import reference_of
 from jaxlora.objectives.table import find_objective, smallest_batch
@@ -29,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 # Settings that say what a folder says, unless they are left out.
 _TARGET_FIELDS = (
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern"),
 )
-_RANK_FIELDS = "rank", "rank_pattern"
+_RANK_FIELDS = "rank", "rank_pattern", "expert_rank"
 _SCALING_FIELDS = "lora_alpha", "alpha_pattern", "use_rslora"
 _NO_FOLDERS = None, "base", "start"  # references that are no further adapter
 
@@ -79,7 +84,8 @@ def choose_modules(
     _check_tokens(job, model)
     _check_whole(job, model)
     if job.init_from is None:
-        modules = resolve_targets(job, tuple(shapes))
+        chosen = chosen_experts(model)
+        modules = resolve_targets(job, tuple(shapes), chosen_experts=chosen)
         check_ranks(job, modules, shapes)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
@@ -97,7 +103,7 @@ def choose_modules(
     if has_score and SCORE.name not in start.outside:
         score = fresh_outside(job, {SCORE.name: ()}, model, {})
         start = dataclasses.replace(start, outside=start.outside | score)
-    _check_stated_settings(job, start, tuple(shapes))
+    _check_stated_settings(job, start, model)
     modules = {
         name: ModuleLora(
             rank=weights.rank,
@@ -202,9 +208,7 @@ def _check_start(job: LoraJob, start: Adapter, model: ModelConfig) -> None:
         )
 
 
-def _check_stated_settings(
-    job: LoraJob, start: Adapter, linear_names: Sequence[str]
-) -> None:
+def _check_stated_settings(job: LoraJob, start: Adapter, model: ModelConfig) -> None:
     """Checks that a job's settings do not contradict the adapter it starts from.
 
     Ranks, scalings and targets are those of the folder unless they are stated. What a
@@ -214,7 +218,8 @@ def _check_stated_settings(
         ConfigError: They do. The text names all the settings to change, after which the
             job starts from the folder.
     """
-    found = {**_other_tensors(job, start), **_other_modules(job, start, linear_names)}
+    of_model = linear_names(model), chosen_experts(model)
+    found = {**_other_tensors(job, start), **_other_modules(job, start, *of_model)}
     if found:
         raise ConfigError(
             f"job {job.name!r} starts from {job.init_from}, and its settings differ "
@@ -246,11 +251,13 @@ def _other_tensors(job: LoraJob, start: Adapter) -> dict[str, str]:
 
 
 def _other_modules(
-    job: LoraJob, start: Adapter, linear_names: Sequence[str]
+    job: LoraJob, start: Adapter, linear_names: Sequence[str], num_chosen: int
 ) -> dict[str, str]:
     """Returns the stated targets, ranks and scalings that are not those, by cure."""
     stated, found = job.model_fields_set, {}
-    asked = resolve_targets(job, linear_names)
+    if "expert_rank" not in stated:
+        job = job.replace(expert_rank="full")
+    asked = resolve_targets(job, linear_names, chosen_experts=num_chosen)
 
     def add(fields: Sequence[str], difference: str) -> None:
         cure = f"leave out {', '.join(f for f in fields if f in stated)}"
@@ -262,7 +269,8 @@ def _other_modules(
             add(_TARGET_FIELDS, f"{verb} {name}")
     # Where they would be after the targets are left out.
     all_linears = dict.fromkeys(_TARGET_FIELDS, ()) | {"target_modules": "all-linear"}
-    asked = resolve_targets(job.replace(**all_linears), linear_names)
+    job = job.replace(**all_linears)
+    asked = resolve_targets(job, linear_names, chosen_experts=num_chosen)
     for name, weights in start.modules.items():
         if not stated.isdisjoint(_RANK_FIELDS) and asked[name].rank != weights.rank:
             add(_RANK_FIELDS, f"has rank {weights.rank} on {name}")

@@ -196,7 +196,7 @@ def kernels_unsupported(
             dtype=spec.options.dtype,
             in_features=linear.in_features,
             out_features=linear.out_features,
-            rank=spec.slots.rank,
+            rank=spec.slots.rank_of(is_of_experts=linear.experts is not None),
             block_tokens=block_tokens,
             weight_format=spec.options.weight_format(path),
         )

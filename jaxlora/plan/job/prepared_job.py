@@ -23,7 +23,8 @@ from jaxlora.data.tokens.token_cache import user_token_cache
 from jaxlora.data.tokens.tokenize import DataReader, check_enough
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
-from jaxlora.models.config import LongRopeScaling, ModelConfig
+from jaxlora.models.config import LongRopeScaling, ModelConfig, is_of_expert
+from jaxlora.models.structure import linear_shapes
 from jaxlora.objectives.base import Objective, reference_of
 from jaxlora.objectives.kto import recombined
 from jaxlora.objectives.sample import TokenizedSample
@@ -337,6 +338,8 @@ def _notes(job: PreparedJob, model: ModelConfig) -> Iterator[Note]:
             yield Note(f"{use} data {line}", job=name)
     yield from _warnings(job, model)
     yield Note(_describe_modules(job), job=name)
+    if experts := _describe_experts(job, model):
+        yield Note(experts, job=name)
     if job.runs_reference:
         yield Note(_describe_runs_reference(job), job=name)
 
@@ -383,6 +386,24 @@ def _describe_runs_reference(job: PreparedJob) -> str:
         f"the log-probabilities by {job.describe_reference()} are computed in each "
         f"step, by a forward pass more, {why}."
     )
+
+
+def _describe_experts(job: PreparedJob, model: ModelConfig) -> str | None:
+    """Says what is trained in experts, and what would be at the job's whole rank."""
+    experts = {n: one.rank for n, one in job.modules.items() if is_of_expert(n)}
+    if not experts:
+        return None
+    sizes = {name: sum(shape) for name, shape in linear_shapes(model).items()}
+    trained = sum(rank * sizes[name] for name, rank in experts.items())
+    ranks, whole = sorted(set(experts.values())), job.settings.rank
+    text = (
+        f"experts have rank {'/'.join(map(str, ranks))}: {trained:,} parameters. The "
+        "router stays as it is, and no loss balances it"
+    )
+    if job.start is not None or ranks == [whole]:
+        return f"{text}."
+    full = whole * sum(sizes[name] for name in experts)
+    return f"{text}. With expert_rank: full, they would have {full:,}."
 
 
 def _describe_modules(job: PreparedJob) -> str:

@@ -9,10 +9,11 @@ from jaxlora.common.patterns import Patterns
 from jaxlora.config import RunConfig
 from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.errors import ConfigError
+from jaxlora.models.config import ModelConfig, is_of_expert, shared_path
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.structure import linear_names, linear_path
+from jaxlora.models.structure import chosen_experts, linear_names, linear_path
 from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.attention_table import ATTENTIONS
@@ -48,12 +49,13 @@ def decoder_spec(
         ConfigError: No kernels or attention can run the model here.
     """
     model, dtype = planned.config, planned.dtype
-    adapted = {linear_path(name) for job in jobs for name in job.adapted}
+    adapted = {shared_path(linear_path(n)) for job in jobs for n in job.adapted}
     if config.slot_targets is not None:
         where = "slot_targets"
         targets = Targets(where=where, target_modules=config.slot_targets)
         more = choose_linears(targets, linear_names(model), Patterns(where))
-        adapted |= {linear_path(name) for name in more}
+        adapted |= {shared_path(linear_path(name)) for name in more}
+    adapts_experts = any(".experts." in path for path in adapted)
     longest = max(job.settings.max_length for job in jobs)
     # Replicas run the same kernels; those of the smallest parts run them all.
     degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]
@@ -80,7 +82,7 @@ def decoder_spec(
     spec = DecoderSpec(
         config=model,
         options=options,
-        slots=_slot_shape(config, jobs),
+        slots=_slot_shape(config, jobs, model, adapts_experts=adapts_experts),
         adapted=tuple(sorted(adapted)),
     )
     on_device = dataclasses.replace(spec, config=part)
@@ -102,9 +104,13 @@ def needed(job: PreparedJob) -> SlotShape:
     """
     settings, held = job.settings, (job, *job.further_references)
     has = [{name for name in tensor_settings() if one.is_set(name)} for one in held]
+    ranks = {is_expert: [0] for is_expert in (False, True)}
+    for name, rank in job.adapted.items():
+        ranks[is_of_expert(name)].append(rank)
     return SlotShape(
         num_slots=1,
-        rank=max(job.adapted.values()),
+        rank=max(1, *ranks[False]),
+        expert_rank=max(ranks[True]),
         use_dropout=settings.dropout > 0,
         settings=_in_order(set().union(*has)),
         keeps_start=settings.keeps_start,
@@ -120,7 +126,13 @@ def _in_order(settings: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in tensor_settings() if name in settings)
 
 
-def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
+def _slot_shape(
+    config: RunConfig,
+    jobs: Sequence[PreparedJob],
+    model: ModelConfig,
+    *,
+    adapts_experts: bool,
+) -> SlotShape:
     """Returns the slots of a run: what any of its jobs needs, or the run asks for."""
     shapes = [needed(job) for job in jobs]
 
@@ -136,6 +148,9 @@ def _slot_shape(config: RunConfig, jobs: Sequence[PreparedJob]) -> SlotShape:
     found["settings"] = _in_order(found["settings"])
     found["num_slots"] = config.max_concurrent_jobs or len(config.jobs)
     found["rank"] = config.slot_rank or found["rank"]
+    # Jobs that join later have experts of such a rank by default.
+    scaled = max(1, found["rank"] // chosen_experts(model))
+    found["expert_rank"] = max(found["expert_rank"], scaled if adapts_experts else 0)
     if config.slot_dropout is not None:
         found["use_dropout"] = config.slot_dropout
     return SlotShape(**found)
@@ -184,6 +199,10 @@ _MISFITS = {
     ),
     "optimizers": ("optimizer {need}", _SUCH_A_JOB),
     "rank": ("rank {need}", "Lower it, or set slot_rank to at least {need}"),
+    "expert_rank": (
+        "experts of rank {need}",
+        "Lower expert_rank, or start a run with such a job",
+    ),
     "settings": ("{need}", "Start the run with a job that has {need}: true"),
     "has_lora": ("A and B", "Start the run with a job of LoRA beside those of VeRA"),
 }
@@ -227,7 +246,7 @@ def _check_slots(prepared: PreparedJob, spec: DecoderSpec) -> None:
 
 def _check_modules(prepared: PreparedJob, spec: DecoderSpec) -> None:
     for module in prepared.adapted:
-        if linear_path(module) not in spec.adapted:
+        if shared_path(linear_path(module)) not in spec.adapted:
             raise ConfigError(
                 f"job {prepared.name!r} adapts {module}, which has no slots in this "
                 "run. Add the module to slot_targets when the run starts."

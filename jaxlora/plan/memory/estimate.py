@@ -19,7 +19,7 @@ from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.options import Remat
 from jaxlora.models.residuals import reshapes
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.models.structure import linears
 from jaxlora.modules.attention import packed_attention
 from jaxlora.modules.attention_table import ATTENTIONS
@@ -35,6 +35,8 @@ from jaxlora.modules.triton_gated_delta import (
 )
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import num_blocks
 from jaxlora.pallas_kernels.triton.target import interpreted
 from jaxlora.plan.memory import planned
 from jaxlora.plan.memory.footprint import (
@@ -173,6 +175,10 @@ def _estimate(
         found = _step_bytes(spec, block_tokens)
     if num_tokens is None:
         return found
+    is_again = spec.options.remat in ("mlp", "layer")
+    where = "recomputed" if is_again else "kept_by_layer"
+    padding = getattr(found, where) + _padding_bytes(spec, num_tokens)
+    found = dataclasses.replace(found, **{where: padding})
     attention = _attention_bytes(spec, num_tokens)
     for shape, runs in _delta_rules(spec).items():
         each, fixed = _delta_bytes(shape, spec.options.dtype, block_tokens, runs)
@@ -292,7 +298,7 @@ def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
 
     def backward(base, params, settings, batch, keys):
         def total(params):
-            tables = to_paths(spec.stacks, params, axis=1)
+            tables = to_modules(spec.stacks, params)
             return job_losses(spec, base, tables, settings, batch, keys).loss.sum()
 
         return jax.vjp(total, params)[1]
@@ -354,8 +360,34 @@ def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeS
 
 
 def _mlp_bytes(spec: DecoderSpec) -> int:
-    """Bytes per token of the features inside an MLP."""
-    return spec.config.intermediate_size * jnp.dtype(spec.options.dtype).itemsize
+    """Bytes per token of the features inside an MLP, or inside experts.
+
+    A token is copied to each of its experts.
+    """
+    config, widths = spec.config, [0]
+    for shape in set(map(config.expert_shape, range(config.num_layers))):
+        if shape is None:
+            widths.append(config.intermediate_size)
+        else:
+            width = shape.chosen * (shape.features + config.hidden_size)
+            widths.append(width + (shape.shared_features or 0))
+    return max(widths) * jnp.dtype(spec.options.dtype).itemsize
+
+
+def _padding_bytes(spec: DecoderSpec, num_tokens: int) -> float:
+    """Bytes per token of the rows of a layer's experts that hold no token.
+
+    Their number depends on that of the experts and slots, and little on the tokens.
+    """
+    config, most = spec.config, 0
+    num_slots = 1 if spec.slots is None else spec.slots.num_slots
+    for shape in set(map(config.expert_shape, range(config.num_layers))):
+        if shape is not None:
+            copies = shape.chosen * num_tokens
+            rows = TILE_TOKENS * num_blocks(copies, shape.number, num_slots) - copies
+            width = config.hidden_size + _MLP_KEEPS * shape.features
+            most = max(most, rows * width)
+    return most * jnp.dtype(spec.options.dtype).itemsize / num_tokens
 
 
 def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
@@ -520,7 +552,11 @@ def _mask_bytes(spec: DecoderSpec) -> int:
     backend = get_backend(spec.options.implementation)
     if spec.slots is None or not spec.slots.use_dropout or not backend.stores_masks:
         return 0
-    return sum(spec.linear(path).in_features for path in spec.adapted)
+    linears = map(spec.linear, spec.adapted)
+    return sum(
+        one.in_features * (1 if one.experts is None else one.experts.chosen)
+        for one in linears
+    )
 
 
 # ---- scratch memory of linears -------------------------------------------------------

@@ -18,7 +18,7 @@ from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import added, to_paths
+from jaxlora.models.stacks import added, to_modules
 
 Hidden = Float[Array, "T D"]
 
@@ -43,7 +43,7 @@ class StagePasses:
         self._spec = spec.part(spec.options.tensor)
         # The backward functions of traced forward passes, by rows of hidden states.
         self._pullbacks: dict[int, Pullback] = {}
-        self._by_path = functools.partial(to_paths, spec.stacks, axis=1)
+        self._by_path = functools.partial(to_modules, spec.stacks)
 
     def accumulate(
         self,

@@ -253,6 +253,7 @@ def write_adapter(
         overwrite: Whether to replace a folder that holds files other than an export's.
     """
     data = record.identity.jobs[job].get("data", {})
+    layout = record.config.get("expert_layout", "auto")
     export_peft(
         adapter,
         folder,
@@ -269,6 +270,7 @@ def write_adapter(
             record, job, progress.step, progress, has_tokenizer=tokenizer is not None
         ),
         tokenizer=tokenizer,
+        expert_layout=None if layout == "auto" else layout,
     )
 
 

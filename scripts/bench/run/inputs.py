@@ -59,7 +59,8 @@ def write_checkpoint(inputs: Inputs, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[TensorSpec]] = {}
-    for spec in tensor_specs(model_config(config)):
+    specs = tensor_specs(model_config(config))
+    for spec in (part for whole in specs for part in whole.parts):
         layer = spec.hf_name.split(".")[2] if ".layers." in spec.hf_name else "rest"
         groups.setdefault(layer, []).append(spec)
     noise = np.random.default_rng(0).standard_normal(_BLOCK, np.float32)

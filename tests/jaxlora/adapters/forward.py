@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape
 from jaxlora.adapters.slots import SlotTable
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.config import shared_path
+from jaxlora.models.stacks import to_modules
 from jaxlora.models.structure import linear_path
 from jaxlora.modules.loss import head_logits
 from jaxlora.modules.scoring import softcap
@@ -25,7 +26,8 @@ def base_logits(model, tokens) -> np.ndarray:
 
 def adapter_logits(model, adapters: Sequence, tokens: Sequence) -> list[np.ndarray]:
     """Logits of each adapter's tokens, all in one microbatch, beside an empty slot."""
-    paths = {linear_path(name) for adapter in adapters for name in adapter.modules}
+    names = {name for adapter in adapters for name in adapter.modules}
+    paths = {shared_path(linear_path(name)) for name in names}
     spec = DecoderSpec(
         config=model.config,
         options=_options(model, tokens[0]),
@@ -72,7 +74,7 @@ def _base_program(spec: DecoderSpec):
 def _slot_programs(spec: DecoderSpec):
     @jax.jit
     def run(base, params, settings, tokens):
-        tables = to_paths(spec.stacks, params, axis=1)
+        tables = to_modules(spec.stacks, params)
         decoder = spec.bind(base, tables, settings=settings)
         num, size = tokens.shape
         blocks, positions = jnp.arange(num), jnp.tile(jnp.arange(size), num)

@@ -127,7 +127,6 @@ def test_settings_without_effect(peft_folder, make_adapter, linear_shapes, confi
         ({"modules_to_save": ["lm_head"]}, r"_config.json has a whole copy of lm_head"),
         ({"modules_to_save": ["norm"]}, r"modules_to_save=\['norm'\]; only whole copi"),
         ({"trainable_token_indices": [1]}, "the 1 trainable_token_indices of embed"),
-        ({"target_parameters": ["w"]}, r"target_parameters=\['w'\], which is not"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which also chan"),
         ({"r": 10**400}, r"r=1000.*\.\.\..*; wanted a whole number above 0"),
         ({"r": 10**9}, r"lora_A\.weight has shape \[4, 32\]; .* rank 1000000000 call"),

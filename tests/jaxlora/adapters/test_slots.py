@@ -16,7 +16,7 @@ from jaxlora.adapters.slots import SlotTable
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios, unpadded
 from jaxlora.train.execute.step import CompiledSteps
@@ -59,7 +59,7 @@ def train(table: SlotTable, slot: int, adapter, seed: int, steps: range) -> None
     for step in steps:
         rng = np.random.default_rng([seed, step])
         pending = jax.tree.map(np.array, table.state.pending)
-        gradients = to_paths(table._spec.stacks, pending.gradients, axis=1)
+        gradients = to_modules(table._spec.stacks, pending.gradients)
         for path, tensor in adapter.by_path().items():
             place = gradients[path][slot]
             place[unpadded(tensor.shape)] = rng.normal(size=tensor.shape)
@@ -210,7 +210,7 @@ def test_an_average_is_read_and_exported(tables, adapters):
         np.testing.assert_allclose(start[path], weight, rtol=1e-6)
     train(table, 1, job, seed=1, steps=range(3))
     kinds, found = table.copy(1).by_kind(), table.begin_reading(1, job)().by_path()
-    evaluated = to_paths(table._spec.stacks, table.weights, axis=1)
+    evaluated = to_modules(table._spec.stacks, table.weights)
     for path, y in kinds["params"].items():
         b1 = kinds["schedule_free_adamw.b1"][path]
         x = (y - (1 - b1) * kinds["z"][path]) / b1

@@ -6,7 +6,7 @@ from jaxlora.adapters.targets import pattern_value, resolve_targets
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.models.registry import model_config
-from jaxlora.models.structure import linear_names
+from jaxlora.models.structure import chosen_experts, linear_names
 from tests import tiny
 
 # Twelve layers, so that 1 is the beginning of 10 and the end of 11.
@@ -209,3 +209,84 @@ def test_layers(layers, targets):
 def test_layers_that_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         resolve(**options)
+
+
+MIXTURE = model_config(
+    {
+        **tiny.CONFIG,
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    }
+)
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+def resolve_mixture(**options):
+    job = LoraJob(name="a", data=DataConfig(path="a.jsonl"), **options)
+    names = linear_names(MIXTURE)
+    return resolve_targets(job, names, chosen_experts=chosen_experts(MIXTURE))
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "scaling"),
+    [
+        ({"rank": 16, "lora_alpha": 8}, 5, 0.5),
+        ({"rank": 2, "lora_alpha": 8}, 1, 4),
+        ({"rank": 16, "lora_alpha": 8, "expert_rank": "full"}, 16, 0.5),
+        ({"rank": 16, "lora_alpha": 8, "expert_rank": 7}, 7, 0.5),
+        ({"rank": 16, "lora_alpha": 8, "use_rslora": True}, 5, 2),
+        ({"rank": 16, "lora_alpha": 8, "rank_pattern": {"experts.*": 4}}, 4, 2),
+    ],
+)
+def test_rank_of_experts(options, rank, scaling):
+    """It is smaller, as a token passes some of them; the scaling stays."""
+    modules = resolve_mixture(**options)
+    expert = modules["model.layers.1.mlp.experts.4.down_proj"]
+    assert expert.rank == rank
+    assert expert.scaling == pytest.approx(scaling)
+    for other in ("self_attn.q_proj", "mlp.shared_expert.up_proj"):
+        assert modules[f"model.layers.0.{other}"].rank == options["rank"]
+
+
+def test_parameters_of_experts():
+    def kinds(**options):
+        found = resolve_mixture(**options)
+        return {name.partition(".layers.")[2] for name in found}
+
+    def experts(layers, *linears):
+        return {
+            f"{i}.mlp.experts.{e}.{x}_proj"
+            for i in layers
+            for e in range(5)
+            for x in linears
+        }
+
+    both = range(MIXTURE.num_layers)
+    down = experts(both, "down")
+    assert kinds(target_modules=[], target_parameters=[DOWN]) == down
+    named = {"target_parameters": [f"model.layers.1.{GATE_UP}", "experts.down_proj"]}
+    some = experts([1], "gate", "up") | down
+    assert kinds(target_modules=[], **named) == some
+    queries = {f"{i}.self_attn.q_proj" for i in both}
+    assert kinds(target_modules=["q_proj"], **named) == queries | some
+    attention = kinds(target_modules=r".*self_attn.*")
+    assert not any("experts" in name for name in attention)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"target_modules": r".*experts\.[12]\..*"}, "only some are adapted"),
+        ({"rank_pattern": {"experts.3.up_proj": 2}}, "differ in rank or alpha"),
+        ({"use_dora": True}, "use_dora=True and adapts .* experts take LoRA only"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa and adapts"),
+        ({"init_lora_weights": "orthogonal"}, "even ranks, and that of experts is 5"),
+        ({"target_parameters": ["experts.w1"]}, "'experts.w1' matches no linear"),
+    ],
+)
+def test_experts_that_are_refused(options, error):
+    with pytest.raises(ConfigError, match=error):
+        resolve_mixture(**options)

@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlora.models.config import ModelConfig, Rope
 from jaxlora.models.division import weight_specs
+from jaxlora.models.families.llama import Llama
 from jaxlora.models.forward import job_losses, training_options
-from jaxlora.models.llama import Llama
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.models.structure import linears
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.mosaic import hopper as device
@@ -92,7 +92,7 @@ def step(spec: DecoderSpec, base, params, settings, batch, keys):
         out = job_losses(spec, base, tables, settings, batch, keys)
         return out.loss.sum(), out
 
-    tables = to_paths(spec.stacks, params, axis=1)
+    tables = to_modules(spec.stacks, params)
     result = jax.grad(total, has_aux=True)(tables)
     return jax.tree.map(lambda x: x[None], result)
 

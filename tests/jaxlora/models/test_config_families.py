@@ -13,8 +13,8 @@ from jaxlora.models.config import (
     UnroundedYarnScaling,
     YarnScaling,
 )
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import HfConfig
-from jaxlora.models.llama import LlamaLayer
 from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_names, linear_path
 
@@ -155,7 +155,7 @@ def test_layers_with_experts():
     config = read("qwen3_moe", mlp_only_layers=[3], decoder_sparse_step=2)
     assert config.has_experts == (False, True, False, False)
     assert read("qwen3_moe").has_experts == (True,) * 4
-    assert read("qwen3_moe", num_local_experts=16).num_experts == 16
+    assert read("qwen3_moe", num_local_experts=16).experts.number == 16
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,20 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape, load_model
+from jaxlora.adapters.slot_state import padded_rows
+from jaxlora.hf.convert import convert
+from jaxlora.models.blocks.experts import choose_experts
+from jaxlora.models.config import shared_path
 from jaxlora.models.slot_settings import SlotSettings
+from jaxlora.models.stacks import to_modules, to_paths
 from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.loss import target_nll
+from jaxlora.modules.rows import PackedRows, layer_ropes
 from jaxlora.modules.scoring import softcap
 from tests.jaxlora.models.test_logits import MODELS, pack
 from tests.oracle import relative_error
 
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 CASES = sorted(path.parent.name for path in MODELS.glob("*/lora.safetensors"))
 RANK = 2  # of make_logits.py
 OF_PEFT = {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -31,28 +38,32 @@ def test_logits_and_gradients_equal_those_of_torch(case):
     other, sample = sampled["tokens_1"], sampled["tokens_0"]
     own = slice(len(other), len(other) + len(sample))
     names = {linear_path(name): name for name in linear_shapes(model.config)}
+    adapted = tuple(sorted({shared_path(path) for path in names}))
     spec = DecoderSpec(
         config=model.config,
         options=DecoderOptions(dtype=model.dtype, max_segment_tokens=128),
         slots=SlotShape(num_slots=1, rank=RANK),
-        adapted=tuple(sorted(names)),
+        adapted=adapted,
     )
-    ones = np.ones((len(names), 1), np.float32)
+    ones = np.ones((len(adapted), 1), np.float32)
     settings = SlotSettings(
         scaling=ones, dropout=0 * ones, rank=np.full_like(ones, RANK, np.int32)
     )
-    tables = {
-        f"{path}.{table}": golden[f"{name}.{theirs}"].T[None]
+    by_path = {
+        f"{path}.{table}": golden[f"{name}.{theirs}"].T
         for path, name in names.items()
         for table, theirs in OF_PEFT.items()
     }
+    rows = padded_rows(spec.stacks, spec.adapter_shapes(), by_path)
+    tables = {name: jnp.asarray(row[None]) for name, row in rows.items()}
     tokens, positions, segments = pack([other, sample], total=128)
     is_target = (jnp.arange(128) >= own.start) & (jnp.arange(128) < own.stop - 1)
 
     @jax.jit
     def run(tables, base):
         def loss(tables):
-            decoder = spec.bind(base, tables, settings=settings)
+            own = to_modules(spec.stacks, tables)
+            decoder = spec.bind(base, own, settings=settings)
             routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
             hidden = decoder(tokens, positions, segments, routing)
             head, transposed = decoder.stored_head(hidden)
@@ -72,9 +83,118 @@ def test_logits_and_gradients_equal_those_of_torch(case):
         return jax.grad(loss, has_aux=True)(tables)
 
     gradients, logits = run(tables, model.params)
+    gradients = to_paths(spec.stacks, {n: x[0] for n, x in gradients.items()})
     assert relative_error(logits[own], golden["logits"]) < 1e-5
     for path, name in names.items():
         for table, theirs in OF_PEFT.items():
             wanted = golden[f"{name}.{theirs}.gradient"]
-            actual = np.asarray(gradients[f"{path}.{table}"][0]).T
+            actual = np.asarray(gradients[f"{path}.{table}"]).T
             assert relative_error(actual, wanted) < 1e-4, name
+
+
+def test_experts_that_are_stored_in_two_tensors(tmp_path):
+    """As transformers 5 can save them; the model is the same to the last bit."""
+    weights = safetensors.numpy.load_file(MODELS / "olmoe" / "model.safetensors")
+    experts = {name: weights.pop(name) for name in list(weights) if "experts" in name}
+    for block in {name.partition(".experts.")[0] for name in experts}:
+        for fused, linears in FUSED.items():
+            name = f"{block}.experts.{{}}.{{}}.weight".format
+            number = sum(x.startswith(block) for x in experts) // 3
+            parts = [experts[name(i, x)] for i in range(number) for x in linears]
+            rows = np.concatenate(parts).reshape(number, -1, parts[0].shape[1])
+            weights[f"{block}.experts.{fused}"] = rows
+    (tmp_path / "model.safetensors").write_bytes(safetensors.numpy.save(weights))
+    config = (MODELS / "olmoe" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    fused, single = load_model(tmp_path), load_model(MODELS / "olmoe")
+    assert fused.fingerprint == single.fingerprint
+    for path, array in single.params.items():
+        np.testing.assert_array_equal(fused.params[path], array)
+    out = convert(tmp_path, tmp_path / "out", dtype="float32")
+    assert load_model(out).fingerprint == single.fingerprint
+
+
+def block_of(case: str):
+    """Returns the first mixture of a model, with two slots that are empty."""
+    model = load_model(MODELS / case, dtype="float32")
+    spec = DecoderSpec(
+        config=model.config,
+        options=DecoderOptions(dtype=model.dtype, max_segment_tokens=128),
+        slots=SlotShape(num_slots=2, rank=3, expert_rank=2),
+        adapted=("layers.0.mlp.experts.down_proj", "layers.0.mlp.experts.gate_proj"),
+    )
+    tables = to_modules(spec.stacks, noise(spec.adapter_shapes(), 1))
+    settings = SlotSettings(
+        (name, jnp.full(x.shape, {"rank": 2, "scaling": 0.5}.get(name, 0), x.dtype))
+        for name, x in spec.settings_shapes().items()
+    )
+    decoder = spec.bind(model.params, tables, settings=settings)
+    return decoder.layers["0"].mlp, spec, model.config.expert_shape(0)
+
+
+def noise(shapes, seed):
+    rng = np.random.default_rng(seed)
+    return {
+        n: jnp.asarray(rng.normal(size=x.shape) / 4, x.dtype) for n, x in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("case", ["olmoe", "qwen2_moe"])
+def test_a_mixture_equals_its_definition_in_float64(case):
+    """With the routes given, and with two adapters beside each other."""
+    block, spec, shape = block_of(case)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(192, spec.config.hidden_size)).astype(np.float32)
+    slots = np.array([1, -1, 0])  # of blocks of 64 rows
+    count = jnp.arange(len(x))
+    rows = PackedRows(
+        ropes=layer_ropes(spec.config, count),
+        routing=Routing(block_adapter=jnp.asarray(slots)),
+        segment_ids=jnp.zeros_like(count),
+        lengths=spec.options.lengths,
+        implementation="xla",
+    )
+    actual = np.asarray(block(jnp.asarray(x), rows), np.float64)
+    logits = x.astype(np.float64) @ np.asarray(block.gate[...], np.float64)
+    weights, chosen = choose_experts(jnp.asarray(logits, jnp.float32), shape)
+    order = np.sort(logits, axis=1)[:, ::-1]
+    is_clear = order[:, shape.chosen - 1] - order[:, shape.chosen] > 1e-4
+    assert is_clear.mean() > 0.9
+    own = np.argsort(-logits, axis=1, kind="stable")[:, : shape.chosen]
+    np.testing.assert_array_equal(np.asarray(chosen)[is_clear], own[is_clear])
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    shares = np.take_along_axis(shares, np.asarray(chosen), 1)
+    if shape.normalizes:
+        shares /= shares.sum(1, keepdims=True)
+    assert relative_error(weights, shares) < 1e-6
+
+    def linear(name, row, expert, slot):
+        one = getattr(block.experts, name)
+        w = np.asarray(one.kernel[expert], np.float64)
+        if one.slots is not None:
+            a, b = (
+                np.asarray(t[slot, expert], np.float64)
+                for t in (one.lora_a, one.lora_b)
+            )
+            w = w + 0.5 * a @ b
+        return row @ w
+
+    wanted = np.zeros_like(actual)
+    for t in np.flatnonzero(np.repeat(slots, 64) >= 0):
+        slot = slots[t // 64]
+        for expert, share in zip(np.asarray(chosen)[t], shares[t], strict=True):
+            given = x[t].astype(np.float64), expert, slot
+            gate, up = (linear(f"{n}_proj", *given) for n in ("gate", "up"))
+            inner = gate / (1 + np.exp(-gate)) * up
+            wanted[t] += share * linear("down_proj", inner, expert, slot)
+    if shape.shared_features is not None:
+        shared = block.shared_expert
+        gate, up = (
+            x @ np.asarray(one.weight, np.float64) for one in shared.input_linears
+        )
+        inner = gate / (1 + np.exp(-gate)) * up
+        share = x @ np.asarray(block.shared_expert_gate[...], np.float64)
+        down = inner @ np.asarray(shared.down_proj.weight, np.float64)
+        wanted += down / (1 + np.exp(-share))
+    live = np.repeat(slots, 64) >= 0
+    assert relative_error(actual[live], wanted[live]) < 1e-6

@@ -39,11 +39,7 @@ FUSED = (
 )
 OF_EXPERTS = (
     *LINEARS[:4],
-    *(
-        f"mlp.experts.{i}.{name}_proj"
-        for i in (0, 1)
-        for name in ("gate", "up", "down")
-    ),
+    *(f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")),
 )
 HYBRID = (
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z")),
@@ -54,6 +50,12 @@ OTHER_LINEARS = {
     "phi3": FUSED,
     "qwen3_moe": OF_EXPERTS,
     "glm": (*LINEARS[:4], *FUSED[2:]),
+    "qwen2_moe": (
+        *OF_EXPERTS,
+        *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    ),
+    "olmoe": OF_EXPERTS,
+    "mixtral": OF_EXPERTS,
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
@@ -62,25 +64,27 @@ OTHER_LINEARS = {
     ),
     "qwen3_5_text": HYBRID,
 }
-EXPERTS = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 96,
-}
+FEW = {"num_experts": 2, "num_experts_per_tok": 1}
+EXPERTS = {**FEW, "moe_intermediate_size": 96}
 DENSE = {
     "num_local_experts": 0,
     "layer_types": ["attention"] * 3,
     "shared_intermediate_size": 96,
 }
 
+MORE = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
+    "olmoe": FEW,
+    "mixtral": FEW,
+    "granitemoehybrid": DENSE,
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 24},
+}
+
 
 def config_of(family: str) -> ModelConfig:
-    more = {
-        "qwen3_moe": EXPERTS,
-        "granitemoehybrid": DENSE,
-        "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 24},
-    }
-    return model_config({"model_type": family, **SIZES, **more.get(family, {})})
+    more = MORE.get(family, {})
+    return model_config({"model_type": family, **SIZES, **more})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,7 +134,8 @@ def test_names_are_unique(family):
     specs = tensor_specs(config)
     assert len({spec.path for spec in specs}) == len(specs)
     assert len({spec.hf_name for spec in specs}) == len(specs)
-    assert len(linear_names(config)) == 3 * len(linears(config))
+    own = [name for linear in linears(config).values() for name in linear.names]
+    assert len(linear_names(config)) == 3 * len(own)
 
 
 @pytest.mark.parametrize(

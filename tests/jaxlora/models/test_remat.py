@@ -12,7 +12,7 @@ from jaxlora.models.forward import job_losses
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.plan.memory.inputs import batch_shapes, key_shapes
 from jaxlora.scheduler import Limits
@@ -47,7 +47,7 @@ def heavy_work(remat: str) -> collections.Counter:
 
     def gradients(base, params, settings, batch, keys):
         def loss(params):
-            tables = to_paths(spec.stacks, params, axis=1)
+            tables = to_modules(spec.stacks, params)
             return job_losses(spec, base, tables, settings, batch, keys).loss.sum()
 
         return jax.grad(loss)(params)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxlora.models import sharded
 from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import SlotKeys, job_losses, run_stage
 from jaxlora.models.options import DecoderOptions
@@ -16,7 +17,7 @@ from jaxlora.models.registry import model_config
 from jaxlora.models.residuals import pull_back
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.sharding.mesh import stage_meshes
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -66,7 +67,7 @@ def random(shapes, seed: int):
 
 def arrays(spec: DecoderSpec):
     """Random weights and adapter tables, by path."""
-    tables = to_paths(spec.stacks, random(spec.adapter_shapes(), 1), axis=1)
+    tables = to_modules(spec.stacks, random(spec.adapter_shapes(), 1))
     return random(spec.base_shapes(), 0), tables
 
 
@@ -201,3 +202,21 @@ def test_a_mesh_of_another_size_is_refused():
     run = on_devices(spec, local, PartitionSpec(), PER_DEVICE)
     with pytest.raises(ValueError, match="fsdp=4 devices, but there is an axis of 2"):
         run(*arrays(spec), batches(2))
+
+
+@pytest.mark.needs_devices(2)
+def test_alike_layers_are_traced_once(monkeypatch):
+    spec, traced, run = make_spec(fsdp=2), [], sharded.run_layer
+
+    def counted(*args):
+        traced.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(sharded, "run_layer", counted)
+    base, tables = arrays(whole_spec(spec))
+
+    def gradients(base, batch):
+        return with_axis(loss_and_gradients(spec, base, tables, first(batch)))
+
+    jax.eval_shape(on_devices(spec, gradients, PER_DEVICE), base, batches(2))
+    assert len(traced) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from jaxlora.models.forward import job_losses, run_stage
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from tests.jaxlora.models.test_tensor_parallel import (
     KEYS,
     batch,
@@ -40,7 +40,7 @@ def of_stage(stage: DecoderSpec, base, adapters):
 @functools.cache
 def weights():
     """Base weights and adapters of the whole decoder."""
-    adapters = to_paths(spec().stacks, random(spec().adapter_shapes(), 1), axis=1)
+    adapters = to_modules(spec().stacks, random(spec().adapter_shapes(), 1))
     return jax.tree.map(jnp.asarray, (random(spec().base_shapes(), 0), adapters))
 
 

@@ -22,7 +22,7 @@ from jaxlora.models.registry import model_config
 from jaxlora.models.score import ScoreHead
 from jaxlora.models.slot_settings import SlotSettings, settings_of_base
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.stacks import to_paths
+from jaxlora.models.stacks import to_modules
 from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import check_divides
 from jaxlora.modules.slot_shape import SlotShape
@@ -351,7 +351,7 @@ def num_traced(layers: int, remat) -> int:
     spec = make_spec(layers, adapted=("o",), remat=remat).divided(tensor=2).part(2)
 
     def loss(tables, base, *inputs):
-        by_path = to_paths(spec.stacks, tables, axis=1)
+        by_path = to_modules(spec.stacks, tables)
         return job_losses(spec, base, by_path, *inputs).loss.sum()
 
     traced = jax.make_jaxpr(jax.grad(loss), axis_env=[("tensor", 2)])(

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder, make_norm
 from jaxlora.models.config import ModelConfig, Rope
-from jaxlora.models.llama import Llama
+from jaxlora.models.families.llama import Llama
 from jaxlora.modules import norm, producers
 from jaxlora.modules.length_classes import SegmentLengths
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear

@@ -15,6 +15,7 @@ from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.programs import key
 from jaxlora.programs.key import canonical, program_key
@@ -42,6 +43,7 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "remat": "layer",
         "implementation": "mosaic",
         "attention": "cudnn",
+        "wide_heads": WideHeads(512, "xla"),
         "max_segment_tokens": 128,
         "mean_segment_tokens": 32,
         "fsdp": 2,

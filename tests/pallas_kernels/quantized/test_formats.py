@@ -62,6 +62,10 @@ def largest_errors(name, w):
         return largest / 127 / 2
     if name == "fp8":  # three bits of mantissa; below 2**-6, steps of 2**-9
         return np.maximum(magnitude * 2**-4, largest / 448 * 2**-10)
+    if name == "mxfp4":  # values above 6 become 6, and fit below 8
+        blocks = magnitude.reshape(len(w), -1, 32)
+        exponent = np.floor(np.log2(blocks.max(axis=2, keepdims=True) + 1e-30)) - 2
+        return np.broadcast_to(2 * 2.0**exponent, blocks.shape).reshape(w.shape)
     # Half of the widest gap in the codebook, and absmax errs by half of its gap.
     absmax = magnitude.reshape(len(w), -1, 64).max(axis=2, keepdims=True)
     nested = np.abs(absmax - absmax.mean()).max() * 0.9 / 64 / 2

@@ -16,6 +16,7 @@ from jaxlora.profile.training import random_base
 from jaxlora.scheduler import Lanes, Pipeline, violations
 from jaxlora.scheduler.stream.state import Rules
 from scripts.bench import __main__ as bench
+from scripts.bench.kernel_times import Kernel, is_exchange
 from scripts.bench.mesh import benchmark
 from scripts.bench.mesh.cases import Case, Window, samples_of
 from scripts.bench.mesh.fixed_ticks import fixed_shape_cost
@@ -201,3 +202,14 @@ def test_weights_do_not_depend_on_their_placement():
     for path, array in there.items():
         assert array.sharding == place
         np.testing.assert_array_equal(array, here[path])
+
+
+def test_copies_between_devices_are_exchanges():
+    def kernel(name, instruction=""):
+        times = {"start_ms": 0.0, "ms": 1.0, "module": ""}
+        return Kernel(name=name, instruction=instruction, **times)
+
+    for name in ("ncclDevKernel_AllGather_RING_LL", "MemcpyP2P"):
+        assert is_exchange(kernel(name))
+    assert is_exchange(kernel("memcpy", "all-gather-start.3"))
+    assert not is_exchange(kernel("MemcpyD2D")) and not is_exchange(kernel("fusion"))

@@ -11,6 +11,7 @@ from jaxlora.models.blocks.delta_net import DeltaNet
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Composite, DeltaShape, Family, ModelConfig, Rope
+from jaxlora.models.families.phi import PartialRotary, read_partial_rope
 from jaxlora.models.hf_config import (
     FULL,
     Count,
@@ -24,7 +25,6 @@ from jaxlora.models.hf_config import (
     only,
 )
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.models.phi import PartialRotary, read_partial_rope
 
 LINEAR = "linear_attention"
 

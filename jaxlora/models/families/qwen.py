@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import (
     Count,
     Flag,
@@ -14,7 +15,6 @@ from jaxlora.models.hf_config import (
     Windows,
     only,
 )
-from jaxlora.models.llama import LlamaLayer
 
 
 class _Qwen(HfConfig):

@@ -3,8 +3,8 @@
 from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.config import Family
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import Count, Heads, HfConfig, Windows, only
-from jaxlora.models.llama import LlamaLayer
 
 
 class Mistral(HfConfig):

@@ -13,7 +13,7 @@ from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import swiglu
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
-from jaxlora.models.granite import Granite, GraniteModel
+from jaxlora.models.families.granite import Granite, GraniteModel
 from jaxlora.models.hf_config import FULL, Whole, Windows, count, only
 from jaxlora.models.layer import DecoderLayer
 from jaxlora.modules.multi_lora_linear import MultiLoraLinear

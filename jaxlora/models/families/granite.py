@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import Count, Flag, HfConfig, number, only
-from jaxlora.models.llama import LlamaLayer
 
 Multiplier = Annotated[float, number(1e6)]
 

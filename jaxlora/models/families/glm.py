@@ -9,6 +9,8 @@ from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig, PartialRope, Rope
+from jaxlora.models.families.llama import LlamaLayer
+from jaxlora.models.families.phi import PartialRotary, read_partial_rope
 from jaxlora.models.hf_config import (
     Count,
     Flag,
@@ -21,8 +23,6 @@ from jaxlora.models.hf_config import (
     only,
 )
 from jaxlora.models.layer import DecoderLayer
-from jaxlora.models.llama import LlamaLayer
-from jaxlora.models.phi import PartialRotary, read_partial_rope
 
 _UNDIVIDED = "fused linears cannot be cut into equal parts"
 

@@ -17,7 +17,7 @@ from jaxlora.models.config import (
     ProportionalScaling,
     Rope,
 )
-from jaxlora.models.gemma import Gemma2Layer, Scale
+from jaxlora.models.families.gemma import Gemma2Layer, Scale
 from jaxlora.models.hf_config import (
     FULL,
     ROPES,

@@ -17,6 +17,7 @@ from jaxlora.models.config import (
     PartialRope,
     Rope,
 )
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import (
     Count,
     DefaultRope,
@@ -27,7 +28,6 @@ from jaxlora.models.hf_config import (
     only,
     read_rope,
 )
-from jaxlora.models.llama import LlamaLayer
 
 
 def _factors(value: Any) -> tuple[float, ...]:

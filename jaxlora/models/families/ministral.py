@@ -3,6 +3,8 @@
 from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.config import Composite, Family, GrowingRope, Rope
+from jaxlora.models.families.llama import LlamaLayer
+from jaxlora.models.families.mistral import Mistral
 from jaxlora.models.hf_config import (
     Count,
     HeadDim,
@@ -11,8 +13,6 @@ from jaxlora.models.hf_config import (
     number,
     read_rope,
 )
-from jaxlora.models.llama import LlamaLayer
-from jaxlora.models.mistral import Mistral
 
 _DEFAULT = {
     "rope_type": "yarn",

@@ -7,6 +7,7 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Family, ModelConfig
+from jaxlora.models.families.llama import LlamaLayer
 from jaxlora.models.hf_config import (
     Count,
     Flag,
@@ -16,7 +17,6 @@ from jaxlora.models.hf_config import (
     Windows,
     only,
 )
-from jaxlora.models.llama import LlamaLayer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

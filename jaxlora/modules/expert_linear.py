@@ -1,0 +1,110 @@
+"""Flax module: a frozen linear of each expert, with one adapter for each slot."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxlora.modules.base_param import BaseParam, SlotVariable
+from jaxlora.modules.routing import Place, Routing, live_scaling
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.variants.lora import LORA_A, LORA_B
+from jaxlora.modules.variants.lora import VARIANT as LORA
+from jaxlora.modules.variants.variant import TrainedTensor
+from jaxlora.pallas_kernels import Dropout, Projection
+
+
+class ExpertLinear(nnx.Module):
+    """`x W[e] + scaling[g] * dropout(x) A[g, e] B[g, e]`, e and g by row.
+
+    All experts have the same rank and scaling in a slot. Of the variants of LoRA, there
+    is LoRA alone.
+
+    Attributes:
+        kernel: Frozen weights W, X K N.
+        lora_a: A of each slot and expert, G X K R.
+        lora_b: B of each slot and expert, G X R N.
+        scaling: `lora_alpha / rank` of each slot, G.
+        dropout: Dropout rate of each slot, G.
+        rank: Rank of each slot's adapter here, G; 0 where it does not adapt.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        num_experts: int,
+        slots: SlotShape | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+        projection: int = 0,
+    ):
+        """Makes the linears, with weights of zero and empty slots.
+
+        Args:
+            in_features: K.
+            out_features: N.
+            num_experts: X.
+            slots: Shape of the slot tables; None: plain frozen linears.
+            dtype: Dtype of kernels and activations.
+            projection: Keys the dropout masks; differs between linears that share x.
+        """
+        k, n, x = in_features, out_features, num_experts
+        self.kernel = BaseParam(jnp.zeros((x, k, n), dtype))
+        self.projection, self.slots = projection, slots
+        if slots is None:
+            return
+        g, rank = slots.num_slots, slots.rank_of(is_of_experts=True)
+        for tensor in LORA.tensors:
+            shape = g, x, *tensor.shape(k, n, rank)
+            setattr(self, tensor.name, nnx.LoRAParam(jnp.zeros(shape, jnp.float32)))
+        self.scaling = SlotVariable(jnp.zeros((g,), jnp.float32))
+        self.dropout = SlotVariable(jnp.zeros((g,), jnp.float32))
+        self.rank = SlotVariable(jnp.zeros((g,), jnp.int32))
+        for variant in slots.variants:
+            for name, one in variant.settings(slots, k, n).items():
+                zeros = jnp.zeros((g, *one.shape), one.dtype)
+                setattr(self, name, SlotVariable(zeros))
+
+    @property
+    def place(self) -> Place:
+        """Place among the linears of a layer, which keys the dropout masks."""
+        return None, self.projection
+
+    def for_kernels(self, routing: Routing, num_adapters: int) -> Projection:
+        """Returns what the kernels read.
+
+        Args:
+            routing: Slot of each row, and the keys of dropout masks.
+            num_adapters: Number of slots of the linears that run together, if this one
+                has none.
+        """
+        w = self.kernel[...]
+        if self.slots is None:
+            (x, k, n), g = w.shape, num_adapters
+            return Projection(
+                w=w,
+                a=jnp.zeros((x * g, k, 1), jnp.float32),
+                b=jnp.zeros((x * g, 1, n), jnp.float32),
+                scaling=jnp.zeros(g, jnp.float32),
+                rank=jnp.zeros(g, jnp.int32),
+            )
+        dropout, rank = None, self.rank[...]
+        if routing.token_index is not None:
+            key = routing.keys[self.place]
+            dropout = Dropout(key, self.dropout[...], routing.token_index)
+        return Projection(
+            w=w,
+            a=self._by_slot(LORA_A),
+            b=self._by_slot(LORA_B),
+            scaling=live_scaling(self.scaling[...], rank),
+            rank=rank,
+            dropout=dropout,
+            settings=routing.settings.get(self.place),
+        )
+
+    def _by_slot(self, tensor: TrainedTensor) -> Float[Array, "XG ..."]:
+        """Returns a table as kernels take it, all slots of an expert together."""
+        table = getattr(self, tensor.name)[...]
+        g, x, *sizes = table.shape
+        return table.swapaxes(0, 1).reshape(x * g, *sizes)

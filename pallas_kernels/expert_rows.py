@@ -1,0 +1,282 @@
+"""Rows of experts: where each token's copies go, and the ways there and back.
+
+A token has one copy for each of its k experts. The copies are grouped by expert and
+then by adapter. Each group fills whole blocks of 64 rows, so that a block has one slot,
+`expert * num_adapters + adapter`, and a tile of two blocks one expert. A copy's place
+in its group is the number of the group's copies before it, which is counted: there is
+no sort, and the order in a group is that of the tokens.
+
+Both directions and both gradients are gathers. XLA's transpose of a gather would add up
+rows with atomics on a GPU, in an order that differs from run to run.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+
+TILE_BLOCKS = 2  # blocks of a tile of the kernels, which have one expert
+
+
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """Where the copies of T tokens for k experts each are; see `route_rows`.
+
+    Rows come in NB blocks of 64. Padding is at the end of groups, and after the last
+    tile that has a group.
+
+    Attributes:
+        row: Row of the copy of each token for its j-th expert. Tokens of padding have
+            none: theirs are beyond the last row.
+        copy: `token * k + j` of each row; T k in rows of padding.
+        slot: Slot of each block, `expert * num_adapters + adapter`; -1 for padding.
+        expert: Expert of each tile of two blocks; 0 for padding.
+        order: The blocks that are no padding in order, and then anything.
+        starts: Index in `order` of each slot's first block, and the number of blocks
+            that are no padding.
+        num_tiles: Number of tiles up to the last that is no padding.
+        fits: Whether all copies have a row. If not, `combine_rows` returns NaN.
+        num_adapters: G.
+        usual_blocks: About how many blocks are in such tiles, as launches are planned.
+    """
+
+    row: Int[Array, "T k"]
+    copy: Int[Array, " S"]
+    slot: Int[Array, " NB"]
+    expert: Int[Array, " NT"]
+    order: Int[Array, " NB"]
+    starts: Int[Array, " XG1"]
+    num_tiles: Int[Array, " 1"]
+    fits: Bool[Array, ""]
+    num_adapters: int = dataclasses.field(metadata={"static": True})
+    usual_blocks: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, with those of padding."""
+        return self.copy.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """X."""
+        return (self.starts.shape[0] - 1) // self.num_adapters
+
+    @property
+    def token(self) -> Int[Array, " S"]:
+        """Token of each row; T in rows of padding."""
+        return self.copy // self.row.shape[1]
+
+
+def num_blocks(num_copies: int, num_experts: int, num_adapters: int) -> int:
+    """Returns the most blocks that the copies of tokens can take, in whole tiles."""
+    num_groups = min(num_experts * num_adapters, num_copies)
+    full = (num_copies + (TILE_TOKENS - 1) * num_groups) // TILE_TOKENS
+    blocks = full + min(num_experts, num_groups)  # a tile has one expert
+    return -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
+
+
+def _usual_blocks(num_copies: int, num_experts: int, num_adapters: int) -> int:
+    """Returns about how many blocks of `num_blocks` are used if routes are random."""
+    half_filled = num_experts * (num_adapters + 1) // 2
+    most = num_blocks(num_copies, num_experts, num_adapters)
+    return min(num_copies // TILE_TOKENS + half_filled, most)
+
+
+def _before(counts: Int[Array, "N ..."]) -> Int[Array, "N ..."]:
+    """Returns the sums of the entries before each one, along the first axis."""
+    return jnp.cumsum(counts, 0, dtype=jnp.int32) - counts
+
+
+def route_rows(
+    expert_ids: Int[Array, "T k"],
+    block_adapter: Int[Array, " TB"],
+    num_experts: int,
+    num_adapters: int,
+    *,
+    most_adapters: int | None = None,
+) -> RowPlan:
+    """Groups the copies of tokens by expert and adapter.
+
+    The number of rows is the most that any routes can take. All copies are kept, so a
+    token's routes depend on nothing but its own experts.
+
+    Args:
+        expert_ids: The experts of each token, all different, from 0 to X - 1.
+        block_adapter: Adapter of each token block; the T / TB tokens of a block share
+            one; -1 for padding.
+        num_experts: X.
+        num_adapters: G.
+        most_adapters: The most adapters that have tokens here, by which the number of
+            rows goes; None: G. If more of them need more rows, the results are NaN.
+
+    Raises:
+        ValueError: T is not a multiple of TB.
+    """
+    (t, k), num_token_blocks = expert_ids.shape, block_adapter.shape[0]
+    if num_token_blocks == 0 or t % num_token_blocks:
+        raise ValueError(
+            f"expert_ids has T={t} tokens, not a multiple of the {num_token_blocks} "
+            "entries of block_adapter. Pad each adapter's tokens to whole blocks first."
+        )
+    ids = expert_ids.reshape(num_token_blocks, -1, k)
+    rank, counts = _count(ids, num_experts)
+    mine = block_adapter[:, None] == jnp.arange(num_adapters)  # [TB, G]
+    of_adapter = jnp.where(mine[:, :, None], counts[:, None], 0)  # [TB, G, X]
+    earlier = jnp.where(mine[:, :, None], _before(of_adapter), 0).sum(1)  # [TB, X]
+    group = -(-of_adapter.sum(0).T // TILE_TOKENS)  # blocks of each [X, G]
+    tiles = -(-group.sum(1) // TILE_BLOCKS)  # of each expert
+    first_tile = _before(tiles)
+    within = jnp.cumsum(group, 1, dtype=jnp.int32) - group
+    first = first_tile[:, None] * TILE_BLOCKS + within
+    base = first.T[jnp.maximum(block_adapter, 0)] * TILE_TOKENS + earlier  # [TB, X]
+    row = jnp.take_along_axis(base[:, None] + rank, ids, axis=2)
+    most_adapters = num_adapters if most_adapters is None else most_adapters
+    blocks = num_blocks(t * k, num_experts, most_adapters)
+    copy = jnp.arange(t * k, dtype=jnp.int32)
+    beyond = blocks * TILE_TOKENS + copy.reshape(row.shape)
+    row = jnp.where((block_adapter >= 0)[:, None, None], row, beyond)
+    # A row has at most one copy, so this adds nothing up.
+    copies = jnp.full(blocks * TILE_TOKENS, t * k, jnp.int32)
+    copies = copies.at[row.reshape(-1)].set(copy, mode="drop", unique_indices=True)
+    slot, order, starts = _blocks_of(first.reshape(-1), group.reshape(-1), blocks)
+    last_tile = first_tile + tiles
+    tile = jnp.arange(blocks // TILE_BLOCKS, dtype=jnp.int32)
+    expert = (last_tile <= tile[:, None]).sum(1, dtype=jnp.int32)
+    return RowPlan(
+        row=row.reshape(t, k),
+        copy=copies,
+        slot=slot,
+        expert=jnp.where(expert < num_experts, expert, 0),
+        order=order,
+        starts=starts,
+        num_tiles=jnp.minimum(last_tile[-1:], blocks // TILE_BLOCKS),
+        fits=last_tile[-1] * TILE_BLOCKS <= blocks,
+        num_adapters=num_adapters,
+        usual_blocks=_usual_blocks(t * k, num_experts, most_adapters),
+    )
+
+
+def _count(
+    ids: Int[Array, "TB BT k"], num_experts: int
+) -> tuple[Int[Array, "TB BT X"], Int[Array, "TB X"]]:
+    """Counts the tokens of each expert in a token block: those before each, and all.
+
+    Counts are products with zeros and ones, which are exact as long as a block has at
+    most 2**24 tokens.
+    """
+    chosen = (ids[..., None] == jnp.arange(num_experts)).any(2)
+    is_before = jnp.tril(jnp.ones((ids.shape[1],) * 2, jnp.bfloat16), -1)
+    before = jnp.einsum(
+        "ij,bje->bie",
+        is_before,
+        chosen.astype(jnp.bfloat16),
+        preferred_element_type=jnp.float32,
+    )
+    return before.astype(jnp.int32), chosen.sum(1, dtype=jnp.int32)
+
+
+def _blocks_of(
+    first: Int[Array, " XG"], group: Int[Array, " XG"], blocks: int
+) -> tuple[Int[Array, " NB"], Int[Array, " NB"], Int[Array, " XG1"]]:
+    """Returns `slot`, `order` and `starts` of a plan.
+
+    Args:
+        first: First block of each group, in ascending order.
+        group: Number of blocks of each group.
+        blocks: NB.
+    """
+    index, most = jnp.arange(blocks, dtype=jnp.int32), first.shape[0] - 1
+
+    def group_at(ends: Array) -> Array:
+        """Returns the group in which each index is; that after the last one: most."""
+        found = (ends <= index[:, None]).sum(1, dtype=jnp.int32)
+        return jnp.minimum(found, most)
+
+    slot = group_at(first + group)
+    is_live = (first[slot] <= index) & (index < (first + group)[slot])
+    after = jnp.cumsum(group, dtype=jnp.int32)
+    of_rank = group_at(after)
+    order = first[of_rank] + index - (after - group)[of_rank]
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), after])
+    return jnp.where(is_live, slot, -1), jnp.clip(order, 0, blocks - 1), starts
+
+
+def rows_at(
+    table: Shaped[Array, "N ..."], index: Int[Array, "..."]
+) -> Shaped[Array, "..."]:
+    """Returns the rows at indices, and zeros where an index is beyond the last row."""
+    return table.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+@jax.custom_vjp
+def gather_rows(x: Float[Array, "T D"], plan: RowPlan) -> Float[Array, "S D"]:
+    """Copies each token to its rows; rows of padding are zero.
+
+    The gradient of a token is the sum of its copies' in the order of its experts, in
+    float32, rounded once.
+    """
+    if jnp.dtype(x.dtype).itemsize != 2 or x.shape[1] % 2:
+        return rows_at(x, plan.token)
+    # XLA copies words of four bytes in two thirds of the time.
+    pairs = x.reshape(x.shape[0], -1, 2)
+    words = rows_at(jax.lax.bitcast_convert_type(pairs, jnp.uint32), plan.token)
+    return jax.lax.bitcast_convert_type(words, x.dtype).reshape(-1, x.shape[1])
+
+
+def _gather_forward(x, plan):
+    return gather_rows(x, plan), plan
+
+
+def _gather_backward(plan, dx):
+    copies = [rows_at(dx, row).astype(jnp.float32) for row in plan.row.T]
+    return sum(copies[1:], copies[0]).astype(dx.dtype), None
+
+
+gather_rows.defvjp(_gather_forward, _gather_backward)
+
+
+@jax.custom_vjp
+def combine_rows(
+    y: Float[Array, "S D"], weights: Float[Array, "T k"], plan: RowPlan
+) -> Float[Array, "T D"]:
+    """Returns each token's sum of its copies times their weights.
+
+    The sum is in the order of its experts, in float32, and is rounded once. Tokens of
+    padding become zero. The gradient of a weight is the product of its copy and the
+    gradient of the sum, so the backward pass reads y.
+
+    Args:
+        y: The copies of the tokens; see `gather_rows`.
+        weights: Weight of each token's copy for its j-th expert.
+        plan: Where the copies are.
+    """
+    total = jnp.where(plan.fits, jnp.float32(0), jnp.float32(jnp.nan))
+    for row, weight in zip(plan.row.T, weights.T, strict=True):
+        copy = rows_at(y, row).astype(jnp.float32)
+        total = total + copy * weight[:, None].astype(jnp.float32)
+    return total.astype(y.dtype)
+
+
+def _combine_forward(y, weights, plan):
+    return combine_rows(y, weights, plan), (y, weights, plan)
+
+
+def _combine_backward(residuals, dy):
+    y, weights, plan = residuals
+    of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
+    rows = rows_at(dy, plan.token).astype(jnp.float32) * of_row[:, None]
+    dweights = [
+        (rows_at(y, row).astype(jnp.float32) * dy.astype(jnp.float32)).sum(1)
+        for row in plan.row.T
+    ]
+    dweights = jnp.stack(dweights, axis=1).astype(weights.dtype)
+    return rows.astype(y.dtype), dweights, None
+
+
+combine_rows.defvjp(_combine_forward, _combine_backward)

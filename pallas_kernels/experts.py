@@ -1,0 +1,237 @@
+"""Linears of a mixture of experts, with a LoRA for each expert and adapter.
+
+A slot is an expert with an adapter. Rows come in blocks that have one slot, so back
+ends compute these linears as others, but that the weight of a row is that of its
+expert. The rows are made by `route_rows` and `gather_rows`; see expert_rows.py.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlora.pallas_kernels.backends import get_backend
+from jaxlora.pallas_kernels.checks import check_experts
+from jaxlora.pallas_kernels.dropout import Dropout, expert_mask_words
+from jaxlora.pallas_kernels.expert_rows import (
+    RowPlan,
+    combine_rows,
+    gather_rows,
+    rows_at,
+)
+from jaxlora.pallas_kernels.given_mask import GivenMask
+from jaxlora.pallas_kernels.op import Passes, passes_of, with_gradient
+from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
+from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
+from jaxlora.pallas_kernels.varying import vary, varying_axes
+
+
+@typing.no_type_check  # `checks.py` has better messages
+def expert_linears(
+    x: Float[Array, "S K"],
+    projections: Sequence[Projection],
+    plan: RowPlan,
+    *,
+    w_transposed: bool = False,
+    s: Sequence[Float[Array, "S _"]] | None = None,
+    implementation: str = "xla",
+) -> tuple[Float[Array, "S _"], ...]:
+    """`y = x W[e] + bias[e] + scaling[g] * dropout(x) A[e, g] B[e, g]`, by row.
+
+    The expert e and the adapter g of a row are those of its block. Several projections
+    share x, as gate and up do. The gradients of y must be zero in rows of padding whose
+    block also has others, and x must be finite there, unless a value of the block's own
+    adapter is not. `gather_rows`, `combine_rows` and functions of each row see to both.
+    Blocks of padding may hold anything, also in the results.
+
+    Args:
+        x: The rows of `gather_rows`, or what is computed of each.
+        projections: The linears. The fields of a projection have these shapes here:
+            w [X, K, N], in x's dtype, or a quantized weight whose arrays have a first
+            axis of X; a [X G, K, R] and b [X G, R, N] by slot, `expert * G + adapter`;
+            scaling, rank and settings by adapter; bias [X, N]. dropout is that of the
+            tokens, with a key: by adapter and token, as in `multi_lora_linear`. Its
+            mask also depends on the expert.
+        plan: Where the rows are.
+        w_transposed: Whether weights that are not quantized are stored [X, N, K].
+        s: What `expert_gate` computed beside x; None: it is computed here.
+        implementation: Name of the kernel back end in `BACKENDS`.
+
+    Returns:
+        y of each projection. A quantized stack is dequantized in x's dtype before each
+        product, into memory that all its experts need at once.
+
+    Raises:
+        ValueError: The arguments do not match, or the implementation is unknown or
+            cannot run such linears on this device.
+    """
+    backend = get_backend(implementation)
+    check_experts(backend, x, projections, plan, w_transposed=w_transposed)
+    made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
+    arrays = x, made, plan, s
+    x, made, plan, s = vary(arrays, varying_axes(arrays))
+    op = with_gradient(passes_of(backend, ()))
+    return tuple(op(x, made, plan.expert, plan, s, w_transposed))
+
+
+@typing.no_type_check  # `checks.py` has better messages
+def expert_gate(
+    x: Float[Array, "S K"],
+    projections: Sequence[Projection],
+    gate: Gate,
+    following: Sequence[Projection],
+    plan: RowPlan,
+    *,
+    implementation: str,
+) -> tuple[Float[Array, "S F"], list[Float[Array, "S R"]]]:
+    """`multi_lora_gate` for linears of experts; see `expert_linears` for these.
+
+    Args:
+        x: The rows of `gather_rows`.
+        projections: The linears that share x. Their weights are not stored transposed.
+        gate: Makes h of their outputs. Blocks of padding of h may hold anything.
+        following: The linears that take h. They get no gradient here.
+        plan: Where the rows are.
+        implementation: Name of a kernel back end with `produce`.
+
+    Returns:
+        h, and s of each following linear.
+
+    Raises:
+        ValueError: As for `expert_linears`.
+    """
+    backend = get_backend(implementation)
+    check_experts(backend, x, projections, plan)
+    h = jax.ShapeDtypeStruct((x.shape[0], projections[0].b.shape[2]), x.dtype)
+    check_experts(backend, h, following, plan)
+    made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
+    after = tuple(_by_slot(p, plan, h.shape[1]) for p in following)
+    op = gate_with_gradient(passes_of(backend, ()), gate)
+    arrays = x, made, after, plan
+    x, made, after, plan = vary(arrays, varying_axes(arrays))
+    return op(x, made, after, plan.expert, plan, None)
+
+
+@typing.no_type_check  # `checks.py` has better messages
+def expert_output(
+    h: Float[Array, "S F"],
+    projection: Projection,
+    weights: Float[Array, "T k"],
+    plan: RowPlan,
+    *,
+    w_transposed: bool = False,
+    s: Float[Array, "S _"] | None = None,
+    implementation: str = "xla",
+) -> Float[Array, "T D"]:
+    """Combines the rows of the last linear of experts: `sum_j weights[t, j] y[t, j]`.
+
+    It is `combine_rows` of `expert_linears`. But the backward pass does not read y: the
+    gradient of a weight is the product of h and its gradient before it is weighted. So
+    a policy of `jax.checkpoint` that recomputes the layer need not compute y again.
+
+    Args:
+        h: The rows of experts.
+        projection: The linear; see `expert_linears`.
+        weights: Weight of each token's copy for its j-th expert.
+        plan: Where the rows are.
+        w_transposed: Whether a weight that is not quantized is stored [X, N, K].
+        s: What `expert_gate` computed beside h; None: it is computed here.
+        implementation: Name of the kernel back end in `BACKENDS`.
+
+    Raises:
+        ValueError: As for `expert_linears`.
+
+    References:
+        SonicMoE, arXiv 2512.14080 (the gradient of a weight).
+    """
+    backend = get_backend(implementation)
+    check_experts(backend, h, [projection], plan, w_transposed=w_transposed)
+    if weights.shape != plan.row.shape:
+        raise ValueError(
+            f"weights have shape {weights.shape}, wanted {plan.row.shape}: one for "
+            "each of the plan's copies of tokens."
+        )
+    made = _by_slot(projection, plan, h.shape[1])
+    arrays = h, made, weights, plan, None if s is None else [s]
+    arrays = vary(arrays, varying_axes(arrays))
+    return _output_with_gradient(passes_of(backend, ()))(*arrays, w_transposed)
+
+
+@functools.cache
+def _output_with_gradient(passes: Passes):
+    """Makes the op of a linear of experts whose rows are combined."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+    def op(h, projection, weights, plan, s, w_transposed):
+        return forward(h, projection, weights, plan, s, w_transposed)[0]
+
+    def forward(h, projection, weights, plan, s, w_transposed):
+        given = h, (projection,), plan.expert, plan, s, w_transposed
+        (y,), kept = passes.forward(*given)
+        return combine_rows(y, weights, plan), (kept, weights)
+
+    def backward(w_transposed, residuals, dy):
+        kept, weights = residuals
+        h, (projection,), _, _, plan = kept
+        of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
+        dh, (gradients,) = passes.backward(
+            w_transposed, kept, [gather_rows(dy, plan)], row_weights=of_row
+        )
+        dh = dh.astype(jnp.float32)
+        dweights = rows_at((h.astype(jnp.float32) * dh).sum(1), plan.row)
+        if projection.bias is not None:
+            dweights += _of_bias(dy, projection.bias, plan)
+        dh = (dh * of_row[:, None]).astype(h.dtype)
+        return dh, gradients, dweights.astype(weights.dtype), None, None
+
+    op.defvjp(forward, backward)
+    return op
+
+
+def _of_bias(
+    dy: Float[Array, "T D"], bias: Float[Array, "X D"], plan: RowPlan
+) -> Float[Array, "T k"]:
+    """Returns what the experts' biases add to the gradients of the weights."""
+    of_expert = jnp.einsum("td,ed->te", dy, bias, preferred_element_type=jnp.float32)
+    rows_of_tile = plan.num_rows // plan.expert.shape[0]
+    is_copy = plan.row < plan.num_rows
+    tile = jnp.where(is_copy, plan.row, 0) // rows_of_tile
+    found = jnp.take_along_axis(of_expert, plan.expert[tile], axis=1)
+    return jnp.where(is_copy, found, 0)
+
+
+def _by_slot(projection: Projection, plan: RowPlan, num_features: int) -> Projection:
+    """Returns the projection with its adapters' settings repeated for each expert."""
+    p, num_experts = projection, plan.num_experts
+    rank, dropout = p.rank, p.dropout
+    assert not isinstance(dropout, GivenMask)
+    if rank is None:
+        rank = jnp.full(p.scaling.shape, p.a.shape[2], jnp.int32)
+    return dataclasses.replace(
+        p,
+        scaling=jnp.tile(p.scaling, num_experts),
+        rank=jnp.tile(rank, num_experts),
+        settings=None if p.settings is None else _repeated(p.settings, num_experts),
+        dropout=None if dropout is None else of_rows(dropout, plan, num_features),
+    )
+
+
+def _repeated(settings: KernelSettings, num_experts: int) -> KernelSettings:
+    rows: Any = {name: getattr(settings, name) for name in ROWS}
+    repeated = {name: jnp.tile(row, num_experts) for name, row in rows.items()}
+    return dataclasses.replace(settings, **repeated)
+
+
+def of_rows(dropout: Dropout, plan: RowPlan, num_features: int) -> Dropout:
+    """Returns the dropout of rows and slots for one of tokens and adapters."""
+    token_index = rows_at(dropout.token_index, plan.token)
+    words = expert_mask_words(
+        dropout.given_key(), plan.slot, token_index, plan.num_experts, num_features
+    )
+    rate = jnp.tile(dropout.rate, plan.num_experts)
+    return Dropout(None, rate, token_index, words)

@@ -1,0 +1,149 @@
+"""LoRA on experts in PEFT's folders: both layouts, as peft 0.21 and 0.18 have them."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxlora import export_peft, import_peft, load_model
+from jaxlora.errors import AdapterError
+from jaxlora.models.structure import linear_shapes
+from tests.jaxlora.adapters.forward import adapter_logits
+from tests.oracle import relative_error
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+FOLDERS = sorted(path for path in (GOLDEN / "expert_folders").iterdir())
+NAMES = [path.name for path in FOLDERS]
+LAYOUTS = ("fused", "per_expert")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(GOLDEN / "models" / "qwen3_moe", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def shapes(model):
+    return linear_shapes(model.config)
+
+
+def wanted(folder) -> dict[str, np.ndarray]:
+    with np.load(folder / "wanted.npz") as file:
+        return dict(file)
+
+
+def change(folder, place, tensors=None, **settings) -> pathlib.Path:
+    """Copies a folder with other tensors or settings."""
+    shutil.copytree(folder, place)
+    if tensors is not None:
+        file = place / "adapter_model.safetensors"
+        file.write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
+    path = place / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return place
+
+
+def swapped(folder) -> dict[str, np.ndarray]:
+    """Returns the tensors of a fused folder with the sides of peft 0.18."""
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    found = dict(tensors)
+    for name, a in tensors.items():
+        if ".experts." in name and "lora_A" in name:
+            of_b = name.replace("lora_A", "lora_B")
+            b, e = tensors[of_b], 5
+            each = b.reshape(len(b), -1, e).transpose(2, 1, 0)
+            found[name] = np.ascontiguousarray(each.reshape(-1, len(b)))
+            each = a.reshape(e, -1, a.shape[1]).transpose(2, 1, 0)
+            found[of_b] = np.ascontiguousarray(each.reshape(a.shape[1], -1))
+    return found
+
+
+def test_they_mean_what_peft_means(model, shapes, tmp_path):
+    golden = [wanted(folder) for folder in FOLDERS]
+    adapters = [import_peft(folder, shapes) for folder in FOLDERS]
+    older = [
+        import_peft(change(f, tmp_path / f.name, swapped(f)), shapes) for f in FOLDERS
+    ]
+    tokens = [one["tokens"] for one in golden]
+    for some in (adapters, older):
+        found = adapter_logits(model, some, tokens)
+        for name, logits, one in zip(NAMES, found, golden, strict=True):
+            assert relative_error(logits, one["logits"]) < 1e-5, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_round_trips_keep_every_bit(shapes, folder, layout, tmp_path):
+    adapter, out = import_peft(folder, shapes), tmp_path / "out"
+    names = {"base_model": "b", "linear_names": list(shapes)}
+    export_peft(adapter, out, expert_layout=layout, **names)
+    again = import_peft(out, shapes)
+    assert again.fingerprint() == adapter.fingerprint()
+    for name, weights in adapter.modules.items():
+        own = again.modules[name]
+        assert again.scaling(own) == pytest.approx(adapter.scaling(weights), rel=1e-12)
+    files = [path / "adapter_model.safetensors" for path in (folder, out)]
+    if layout == "fused" and folder.name == "down":
+        before, after = map(safetensors.numpy.load_file, files)
+        assert before.keys() == after.keys()
+        for name, array in before.items():
+            np.testing.assert_array_equal(after[name], array)
+
+
+def test_what_cannot_be_told_apart_is_refused(shapes, tmp_path):
+    """A parameter with as many input as output features, of an unknown peft."""
+    (both,) = (folder for folder in FOLDERS if folder.name == "both")
+    tensors = safetensors.numpy.load_file(both / "adapter_model.safetensors")
+    rng, square = np.random.default_rng(0), {}
+    for name in tensors:
+        if "base_layer" in name:
+            shape = (15, 48) if "lora_A" in name else (48, 15)
+            own = name.replace(".base_layer", "")
+            square[own] = rng.normal(size=shape).astype(np.float32)
+    wide = {
+        name: (48, 24) if name.endswith(("gate_proj", "up_proj")) else shape
+        for name, shape in shapes.items()
+    }
+    only = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+    found = []
+    for version in ("0.18.1", "0.19.0"):
+        place = tmp_path / version
+        change(both, place, square, peft_version=version, **only)
+        name = "model.layers.0.mlp.experts.1.gate_proj"
+        weights = import_peft(place, wide).modules[name]
+        found.append(weights.a @ weights.b)
+    assert relative_error(*found) > 0.1
+    place = change(both, tmp_path / "none", square, peft_version=None, **only)
+    with pytest.raises(AdapterError, match="does not state its peft_version"):
+        import_peft(place, wide)
+
+
+@pytest.mark.parametrize(
+    ("settings", "drop", "error"),
+    [
+        ({"r": 2}, "", "has rank 3, and the settings state 2"),
+        ({}, "experts.lora_B", "lacks A or B of model.layers.0.mlp.experts"),
+        ({"target_parameters": []}, "experts.lora_", r"target_parameters=\[\] do not"),
+    ],
+)
+def test_errors_name_the_rule(shapes, tmp_path, settings, drop, error):
+    (both,) = (folder for folder in FOLDERS if folder.name == "both")
+    tensors = safetensors.numpy.load_file(both / "adapter_model.safetensors")
+    kept = {n: x for n, x in tensors.items() if not drop or f".{drop}" not in n}
+    folder = change(both, tmp_path / "changed", kept, **settings)
+    with pytest.raises(AdapterError, match=error):
+        import_peft(folder, shapes)
+
+
+def test_experts_are_adapted_alike(shapes, tmp_path):
+    (whole,) = (folder for folder in FOLDERS if folder.name == "down")
+    adapter = import_peft(whole, shapes)
+    names = {"base_model": "b", "linear_names": list(shapes)}
+    out = export_peft(adapter, tmp_path / "a", expert_layout="per_expert", **names)
+    tensors = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+    some = {n: x for n, x in tensors.items() if ".layers.1.mlp.experts.3." not in n}
+    with pytest.raises(AdapterError, match="only some are adapted"):
+        import_peft(change(out, tmp_path / "b", some), shapes)
