@@ -85,6 +85,19 @@ def own_heads(spec: DecoderSpec, arrays: Mapping[str, Array]) -> dict[str, Array
     return found
 
 
+def copied_shapes(spec: DecoderSpec, tensor: int) -> Shapes:
+    """Shapes of the parts of whole weights that `own_heads` takes, by path."""
+    if tensor == 1:
+        return {}
+    divided = spec.plain.divided(tensor=tensor)
+    dims, parts = _tensor_dims(divided), spec.part(tensor).base_shapes()
+    return {
+        path: parts[path]
+        for path, layout in divided.layouts().items()
+        if layout.tensor_dim is not None and dims[path] is None
+    }
+
+
 def part_shapes(spec: DecoderSpec, tensor: int) -> tuple[Shapes, Shapes]:
     """Shapes of weights and slot tables on each of `tensor` devices, by name."""
     return _part_shapes(spec.plain.divided(tensor=tensor))

@@ -14,7 +14,7 @@ from jax.extend import core as jax_core
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.build import LayerLinear
 from jaxlora.models.config import DeltaShape, ModelConfig
-from jaxlora.models.division import part_shapes
+from jaxlora.models.division import copied_shapes, part_shapes
 from jaxlora.models.forward import job_losses, training_options
 from jaxlora.models.options import Remat
 from jaxlora.models.residuals import reshapes
@@ -46,6 +46,7 @@ from jaxlora.plan.memory.footprint import (
     fixed_bytes,
     gathered_bytes,
     num_bytes,
+    shard_bytes,
     stage_resident,
     whole_table_bytes,
 )
@@ -112,7 +113,8 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
     if spec.has_head:
         kept += found.kept_at_ends
     has_input = spec.options.remat in _INPUT_FOR_GRADIENT
-    waiting, weights = use.num_waiting * hidden, 0
+    waiting = use.num_waiting * hidden
+    weights = shard_bytes(copied_shapes(spec, use.num_tensor), use.num_shards)
     if spec.options.layers_per_program is not None:
         kept += has_input * hidden
         waiting += 2 * hidden  # between two programs, and its gradient
