@@ -172,7 +172,9 @@ class LayerBuilder:
         for weight, letters in weights:
             if isinstance(weight, BaseParam):
                 layout = {**names, **division, "transpose": True}
-                if len(sections) > 1:  # a shard must hold a part of each section
+                # A device cuts its own outputs out of a weight that is whole on each.
+                is_shared = role == "heads" and options.kv_parts < options.tensor
+                if len(sections) > 1 or is_shared:
                     inputs = [i for i, letter in enumerate(letters) if letter == "K"]
                     layout["gathered"] = tuple(inputs)
                 self._laid_out(weight, dimensions=letters, **layout)

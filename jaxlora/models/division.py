@@ -34,10 +34,13 @@ def weight_specs(spec: DecoderSpec) -> dict[str, PartitionSpec]:
     """
     dims, specs = _tensor_dims(spec), {}
     for path, layout in spec.layouts().items():
-        own, part = dims[path], list(layout.shape)
+        own, part, gathered = dims[path], list(layout.shape), layout.gathered
         if own is not None:
             part[own] //= spec.options.tensor
-        dim = shard_dim(path, part, spec.options.fsdp, dims=layout.gathered)
+        elif spec.options.tensor > 1:
+            # `own_heads` cuts this dimension of a shard, which must hold all of it.
+            gathered = tuple(dim for dim in gathered if dim != layout.tensor_dim)
+        dim = shard_dim(path, part, spec.options.fsdp, dims=gathered)
         specs[path] = weight_spec(dim, own)
     return specs
 

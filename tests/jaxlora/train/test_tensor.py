@@ -124,3 +124,14 @@ def test_the_plan_says_what_adapters_add(meshes, mesh_jobs):
     assert not any(text in note.text for note in one.plan.notes)
     assert other.memory.base_bytes < one.memory.base_bytes
     assert other.memory.adapter_bytes < one.memory.adapter_bytes
+
+
+@pytest.mark.needs_devices(8)
+def test_quantized_keys_that_devices_share_and_divide(meshes, mesh_jobs):
+    """Two heads of keys on four devices, whose weights, N K, `fsdp` divides, too."""
+    settings = {"quantize_base": "int8", "slot_targets": r".*\.0\.self_attn\..*"}
+    jobs = [job.replace(target_modules=["q_proj", "v_proj"]) for job in mesh_jobs[:2]]
+    one, divided = (
+        meshes.train(mesh, jobs, **settings) for mesh in ("fsdp=1", "fsdp=2,tensor=4")
+    )
+    assert_same_on_meshes(one, divided)
