@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Protocol, runtime_checkable
@@ -315,8 +315,9 @@ def lowered_elsewhere(kernel: Lowerable) -> Callable[..., list[jax.Array]]:
     with _lock:
         found = _lowered.get(request)
         if found is None:
-            found = _lowered[request] = _Lowered(kernel, Future())
+            found = _Lowered(kernel, Future())
             _send(request, found.attributes)
+            _lowered[request] = found  # now it will be answered
     types = tuple(kernel.out_types)
     return lambda *inputs: _kernel_p.bind(*inputs, lowered=found, types=types)
 
@@ -400,11 +401,18 @@ def _send(request: bytes, answer: Future) -> None:
 
 def _start_all() -> None:
     """Starts the workers, unless that was done before."""
-    if not _queues:
-        for connection in _start_processes(_num_workers()):
-            _queues.append(queue.SimpleQueue())
-            run = _Worker(_queues[-1], connection).run
-            threading.Thread(target=run, name="mosaic-lower", daemon=True).start()
+    if _queues:
+        return
+    number = _num_workers()
+    connections: Sequence[Connection | None] = [None] * number
+    # If the host has no process left, each worker is tried again with its first kernel.
+    with contextlib.suppress(OSError):
+        connections = _start_processes(number)
+    for connection in connections:
+        requests = queue.SimpleQueue()
+        run = _Worker(requests, connection).run
+        threading.Thread(target=run, name="mosaic-lower", daemon=True).start()
+        _queues.append(requests)
 
 
 class _Worker:

@@ -127,6 +127,22 @@ def test_a_worker_that_has_ended_is_started_again(monkeypatch):
     assert started == [b"kernel"]
 
 
+def test_workers_that_cannot_start_answer_with_the_reason(monkeypatch):
+    """A wait for all kernels ends, and each kernel is lowered in this process."""
+
+    def no_process(*args, **kwargs):
+        raise OSError("no process is left")
+
+    monkeypatch.setattr(lower, "_num_workers", lambda: 2)
+    monkeypatch.setattr(lower.subprocess, "Popen", no_process)
+    lower.start_workers()
+    assert len(lower._queues) == 2
+    answer = lower.Future()
+    lower._send(b"kernel", answer)
+    with pytest.raises(lower.WorkerError, match="no process is left"):
+        answer.result(timeout=60)
+
+
 def test_workers_start_before_the_first_kernel(monkeypatch):
     """Once, and neither for devices that are only planned nor for other GPUs."""
     started = []
