@@ -319,16 +319,27 @@ def _read(
         The weight as it is stored, experts one after the other, and the hash of each
         tensor by Hugging Face's name.
     """
+    read = functools.partial(_read_tensor, checkpoint, dtype, check)
+    if len(spec.parts) == 1:
+        weight, digest = read(spec.hf_name)
+        return weight, {spec.hf_name: digest}
     names = [part.hf_name for part in spec.parts]
     kinds = {checkpoint.files[name].dtype(name) for name in names}
-    # JAX has no float64.
     is_kept = len(kinds) == 1 and kinds != {np.dtype(np.float64)}
     weight = np.empty(spec.hf_shape, kinds.pop() if is_kept else dtype)
-    hashes, parts = {}, weight if len(names) > 1 else weight[None]
-    for name, part in zip(names, parts, strict=True):
-        file = checkpoint.files[name]
-        part[...], hashes[name] = file.read(name, dtype=dtype, check=check)
+    hashes = {}
+    for name, part in zip(names, weight, strict=True):
+        part[...], hashes[name] = read(name)
     return weight, hashes
+
+
+def _read_tensor(
+    checkpoint: Checkpoint, dtype: np.dtype, check: Callable[[], None], name: str
+) -> tuple[np.ndarray, str]:
+    """Reads and hashes one tensor; see `_read`."""
+    array, digest = checkpoint.files[name].read(name, dtype=dtype, check=check)
+    # JAX has no float64.
+    return array.astype(dtype) if array.dtype == np.float64 else array, digest
 
 
 def _fingerprint(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:

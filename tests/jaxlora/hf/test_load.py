@@ -36,6 +36,27 @@ def assert_params_equal(base, weights):
         np.testing.assert_array_equal(np.asarray(base.params[path]), array, path)
 
 
+def test_no_tensor_that_is_alone_is_copied_on_the_host(folder, monkeypatch):
+    """It would take twice the memory that `_host_bytes` counts."""
+    found, given = [], []
+    read, put = tensor_file.TensorFile.read, load.put_converted
+
+    def noted_read(self, *args, **settings):
+        array, digest = read(self, *args, **settings)
+        found.append(array)
+        return array, digest
+
+    def noted_put(x, *args, **settings):
+        given.append(x)
+        return put(x, *args, **settings)
+
+    monkeypatch.setattr(tensor_file.TensorFile, "read", noted_read)
+    monkeypatch.setattr(load, "put_converted", noted_put)
+    load_model(folder)
+    assert len(given) == len(found) > 0
+    assert {id(x) for x in given} == {id(x) for x in found}
+
+
 def test_params_are_the_weights_with_linears_transposed(folder):
     base = load_model(folder)
     weights = tiny.random_weights()
