@@ -110,7 +110,8 @@ def choose_wide_attention(
     """Chooses the attention of layers with wider heads than the others.
 
     Args:
-        asked: The attention of all layers: `xla`, or else it is chosen for these heads.
+        asked: The attention of all layers; `auto`, or one that cannot run these heads:
+            it is chosen for them.
         dtype: Dtype of the activations.
         model: The model.
 
@@ -121,7 +122,8 @@ def choose_wide_attention(
     widest = max(layers, key=lambda layer: layer.head_dim)
     if widest.head_dim == model.head_dim:
         return None
-    asked = asked if asked == "xla" else "auto"
+    if asked != "auto" and ATTENTIONS[asked].unsupported(dtype, widest) is not None:
+        asked = "auto"
     return widest.head_dim, choose_attention(asked, dtype, widest)
 
 
