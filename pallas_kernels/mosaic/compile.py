@@ -506,9 +506,9 @@ def _serve(connection: Connection) -> None:
     jax.devices()  # takes a while, the first time
     with contextlib.suppress(EOFError, BrokenPipeError):
         while connection.poll(_IDLE_SECONDS):
-            settings, kernel = pickle.loads(connection.recv_bytes())
+            request = connection.recv_bytes()
             try:
-                answer: Any = lower_kernel(settings, kernel)
+                answer: Any = lower_kernel(*pickle.loads(request))
             except Exception:
                 answer = traceback.format_exc()
             connection.send_bytes(pickle.dumps(answer))

@@ -143,6 +143,17 @@ def test_workers_that_cannot_start_answer_with_the_reason(monkeypatch):
         answer.result(timeout=60)
 
 
+def test_a_worker_says_why_it_cannot_read_a_kernel_and_goes_on():
+    ours, theirs = lower.Pipe()
+    worker = lower.threading.Thread(target=lower._serve, args=(theirs,))
+    worker.start()
+    for _ in range(2):
+        ours.send_bytes(b"no pickle")
+        assert "UnpicklingError" in lower.pickle.loads(ours.recv_bytes())
+    ours.close()
+    worker.join()
+
+
 def test_workers_start_before_the_first_kernel(monkeypatch):
     """Once, and neither for devices that are only planned nor for other GPUs."""
     started = []
