@@ -395,7 +395,9 @@ _TABLE: Table = {
                 "loss_watchdog_threshold loss_watchdog_patience"
             ),
             reasons.TRANSPOSED: "lora_fan_in_fan_out",
-            "Mixtures of experts are not supported.": "quantize_moe_experts",
+            "Experts are not quantized here; keep_bf16 of the run leaves them out.": (
+                "quantize_moe_experts"
+            ),
             reasons.NO_EMBEDDINGS: "loraplus_lr_embedding",
             "All that an adapter trains has the job's learning_rate.": (
                 "embedding_lr embedding_lr_scale"
