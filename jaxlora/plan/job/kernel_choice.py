@@ -107,7 +107,7 @@ def choose_attention(
 def choose_wide_attention(
     asked: str, dtype: DTypeLike, model: ModelConfig
 ) -> tuple[int, Choice[AttentionImplementation]] | None:
-    """Chooses the attention of layers with wider heads than the others.
+    """Chooses the attention of layers with wider heads than the others, or narrower.
 
     Args:
         asked: The attention of all layers; `auto`, or one that cannot run these heads:
@@ -119,12 +119,12 @@ def choose_wide_attention(
         The features of these heads, and the choice; None: all heads are alike.
     """
     layers = map(model.at_layer, range(model.num_layers))
-    widest = max(layers, key=lambda layer: layer.head_dim)
-    if widest.head_dim == model.head_dim:
+    own = next((one for one in layers if one.head_dim != model.head_dim), None)
+    if own is None:
         return None
-    if asked != "auto" and ATTENTIONS[asked].unsupported(dtype, widest) is not None:
+    if asked != "auto" and ATTENTIONS[asked].unsupported(dtype, own) is not None:
         asked = "auto"
-    return widest.head_dim, choose_attention(asked, dtype, widest)
+    return own.head_dim, choose_attention(asked, dtype, own)
 
 
 def _choose[Name: str](

@@ -153,6 +153,9 @@ def test_wider_heads_of_some_layers_have_an_attention_of_their_own(monkeypatch):
         less = dataclasses.replace(model, head_dim=128, full_head_dim=256)
         wide = choose_wide_attention("triton", jnp.bfloat16, less)  # both can run them
         assert wide is not None and str(wide[1]) == "triton, as requested"
+        less = dataclasses.replace(model, full_head_dim=100)  # which are narrower
+        wide = choose_wide_attention("triton", jnp.bfloat16, less)
+        assert wide is not None and (wide[0], wide[1].name) == (100, "cudnn")
     wide = choose_wide_attention("xla", jnp.bfloat16, model)
     assert wide is not None and wide[1].is_requested
     assert choose_wide_attention("auto", jnp.bfloat16, MODEL) is None
