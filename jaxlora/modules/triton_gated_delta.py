@@ -125,8 +125,8 @@ def triton_delta_unsupported(dtype: Any, shape: DeltaShape) -> str | None:
 def delta_implementation(dtype: Any, shape: DeltaShape) -> DeltaImplementation:
     """Returns what runs the gated delta rule on the default device.
 
-    A plan has the plain definition, which takes more memory, since it is traced where
-    the packages can be missing.
+    A plan is traced with the plain definition, as the packages can be missing here; its
+    memory is counted apart.
 
     Args:
         dtype: Dtype of queries, keys and values.
