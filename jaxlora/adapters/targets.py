@@ -13,6 +13,7 @@ from jaxlora.models.structure import linear_path
 from jaxlora.modules.variants.table import replaces_lora
 
 Wanted = str | Sequence[str]
+_ALL_EXPERTS = ".*experts.*"
 _FROZEN = ("model.embed_tokens", "lm_head")
 
 
@@ -376,7 +377,18 @@ def _check_entry(
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
         f"{where} entry {entry!r} matches no linear of the model.{hint} There are: "
-        f"{', '.join(exist)}."
+        f"{', '.join(exist)}.{_of_experts(names) if 'experts' in entry else ''}"
+    )
+
+
+def _of_experts(names: Iterable[str]) -> str:
+    """Returns how to name a linear of all experts, if there are any."""
+    name = next(filter(is_of_expert, names), None)
+    if name is None:
+        return ""
+    return (
+        f" Experts have a number, as in {name}: the regular expression "
+        f"{_ALL_EXPERTS!r} matches all linears of all of them."
     )
 
 
@@ -392,5 +404,5 @@ def _check_pattern(
         if not any(patterns.match_suffix(expression, name) for name in chosen):
             raise ConfigError(
                 f"{where}: {key} key {expression!r} matches none of the job's "
-                f"targets: {', '.join(_suffixes(chosen))}."
+                f"targets: {', '.join(_suffixes(chosen))}.{_of_experts(chosen)}"
             )

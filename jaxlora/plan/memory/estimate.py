@@ -380,7 +380,9 @@ def _padding_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     Their number depends on that of the experts and slots, and little on the tokens.
     """
     config, most = spec.config, 0
-    num_slots = 1 if spec.slots is None else spec.slots.num_slots
+    num_slots = 1  # experts that no slot adapts do not tell slots apart
+    if spec.slots is not None and any(".experts." in path for path in spec.adapted):
+        num_slots = spec.slots.num_slots
     for shape in set(map(config.expert_shape, range(config.num_layers))):
         if shape is not None:
             copies = shape.chosen * num_tokens

@@ -147,3 +147,21 @@ def test_experts_are_adapted_alike(shapes, tmp_path):
     some = {n: x for n, x in tensors.items() if ".layers.1.mlp.experts.3." not in n}
     with pytest.raises(AdapterError, match="only some are adapted"):
         import_peft(change(out, tmp_path / "b", some), shapes)
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("mlp.gate", "adapts .*mlp.gate, and routers and gates of experts stay frozen"),
+        ("block_sparse_moe.experts.0.w1", "a name of Mixtral's before transformers 5"),
+        ("mlp.other", "Is it an adapter of another model"),
+    ],
+)
+def test_linears_that_are_not_there(shapes, tmp_path, place, error):
+    (both,) = (folder for folder in FOLDERS if folder.name == "both")
+    tensors = safetensors.numpy.load_file(both / "adapter_model.safetensors")
+    for name in ("lora_A", "lora_B"):
+        key = f"base_model.model.model.layers.0.{place}.{name}.weight"
+        tensors[key] = np.ones((3, 3), np.float32)
+    with pytest.raises(AdapterError, match=error):
+        import_peft(change(both, tmp_path / "changed", tensors), shapes)
