@@ -255,8 +255,6 @@ def _other_modules(
 ) -> dict[str, str]:
     """Returns the stated targets, ranks and scalings that are not those, by cure."""
     stated, found = job.model_fields_set, {}
-    if "expert_rank" not in stated and not job.use_vera:  # which has no such rank
-        job = job.replace(expert_rank="full")
     asked = resolve_targets(job, linear_names, chosen_experts=num_chosen)
 
     def add(fields: Sequence[str], difference: str) -> None:
@@ -270,13 +268,20 @@ def _other_modules(
     # Where they would be after the targets are left out.
     all_linears = dict.fromkeys(_TARGET_FIELDS, ()) | {"target_modules": "all-linear"}
     job = job.replace(**all_linears)
-    asked = resolve_targets(job, linear_names, chosen_experts=num_chosen)
+    ways = [job]
+    if "expert_rank" not in stated and not job.use_vera:  # which has no such rank
+        ways = [job.replace(expert_rank=rank) for rank in ("full", "scaled")]
+    resolved = [
+        resolve_targets(x, linear_names, chosen_experts=num_chosen) for x in ways
+    ]
     for name, weights in start.modules.items():
-        if not stated.isdisjoint(_RANK_FIELDS) and asked[name].rank != weights.rank:
+        may_be = [modules[name] for modules in resolved]
+        asked = next((x for x in may_be if x.rank == weights.rank), may_be[0])
+        if not stated.isdisjoint(_RANK_FIELDS) and asked.rank != weights.rank:
             add(_RANK_FIELDS, f"has rank {weights.rank} on {name}")
         if start.vera is not None or stated.isdisjoint(_SCALING_FIELDS):
             continue
-        alpha, scaling = asked[name].lora_alpha, start.scaling(weights)
+        alpha, scaling = asked.lora_alpha, start.scaling(weights)
         if lora_scaling(alpha, weights.rank, job.use_rslora) != scaling:
             add(_SCALING_FIELDS, f"has scaling {scaling:g} on {name}")
     return found

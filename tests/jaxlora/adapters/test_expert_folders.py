@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora import export_peft, import_peft, load_model
-from jaxlora.errors import AdapterError
+from jaxlora import DataConfig, LoraJob, export_peft, import_peft, load_model
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.errors import AdapterError, ConfigError
 from jaxlora.models.structure import linear_shapes
+from jaxlora.plan.job.chosen_modules import choose_modules
 from tests.jaxlora.adapters.forward import adapter_logits
 from tests.oracle import relative_error
 
@@ -165,3 +167,34 @@ def test_linears_that_are_not_there(shapes, tmp_path, place, error):
         tensors[key] = np.ones((3, 3), np.float32)
     with pytest.raises(AdapterError, match=error):
         import_peft(change(both, tmp_path / "changed", tensors), shapes)
+
+
+def test_a_job_starts_from_what_its_settings_have_trained(model, shapes, tmp_path):
+    """Without `expert_rank`, the ranks of experts may be scaled or whole."""
+    data = DataConfig(path="a.jsonl")
+    job = LoraJob(
+        name="a", data=data, rank=6, lora_alpha=9, target_modules="all-linear"
+    )
+    for expert_rank, rank in {"scaled": 3, "full": 6}.items():
+        own = job.replace(expert_rank=expert_rank)
+        chosen = choose_modules(own, model.config).modules
+        assert chosen["model.layers.1.mlp.experts.0.up_proj"].rank == rank
+        modules = {}
+        for name, one in chosen.items():
+            k, n = shapes[name]
+            tables = {
+                "lora_a": np.ones((k, one.rank)),
+                "lora_b": np.ones((one.rank, n)),
+            }
+            tensors = {x: table.astype(np.float32) for x, table in tables.items()}
+            modules[name] = LoraWeights(
+                tensors=tensors, rank=one.rank, lora_alpha=one.lora_alpha
+            )
+        folder = tmp_path / expert_rank
+        names = {"base_model": "b", "linear_names": list(shapes)}
+        export_peft(Adapter(modules=modules), folder, **names)
+        again = job.model_dump(exclude_unset=True) | {"init_from": str(folder)}
+        assert choose_modules(LoraJob(**again), model.config).modules == chosen
+        other = LoraJob(**again | {"expert_rank": 2})
+        with pytest.raises(ConfigError, match="leave out rank, expert_rank"):
+            choose_modules(other, model.config)
