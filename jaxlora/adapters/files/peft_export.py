@@ -21,6 +21,7 @@ from jaxlora.adapters.files.expert_tensors import (
     default_layout,
     fused_experts,
     fused_tensors,
+    unread_by_peft,
 )
 from jaxlora.adapters.files.export_record import (
     CONFIG_FILE,
@@ -104,6 +105,13 @@ def export_peft(
             folder,
             min(scalings),
             max(scalings),
+        )
+    if (unread := unread_by_peft(list(adapter.modules), linear_names)) is not None:
+        logger.warning(
+            "%s: peft 0.21 cannot read LoRA on %s beside that of experts, and may "
+            "compute something else. Merge the adapter for other programs.",
+            folder,
+            unread,
         )
     base = base_name(base_model, revision)
     config = _config(adapter, base, linear_names, experts)
