@@ -322,7 +322,12 @@ def _check_targets(
     where, wanted = f"{targets.where}: target_modules", targets.target_modules
     entries = [wanted] if isinstance(wanted, str) else wanted
     exist = _suffixes(linear_names)
-    parameters = [_parameter(name) for name in linear_names]
+    parameters = list(filter(None, map(_parameter, linear_names)))
+    if targets.target_parameters and not parameters:
+        raise ConfigError(
+            f"{targets.where}: target_parameters={list(targets.target_parameters)} are "
+            "weights of experts, and the model has no experts. Leave them out."
+        )
     for entry in targets.target_parameters:
         _check_entry(
             f"{targets.where}: target_parameters",

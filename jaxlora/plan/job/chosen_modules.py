@@ -18,7 +18,7 @@ from jaxlora.adapters.targets import (
 from jaxlora.config import LoraJob
 from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ModelConfig, is_of_expert
 from jaxlora.models.slot_modules import SCORE, Tokens, asked_modules
 from jaxlora.models.structure import (
     chosen_experts,
@@ -87,6 +87,7 @@ def choose_modules(
         chosen = chosen_experts(model)
         modules = resolve_targets(job, tuple(shapes), chosen_experts=chosen)
         check_ranks(job, modules, shapes)
+        _check_expert_rank(job, modules)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
         reference = _read_reference(job, model, None)
@@ -136,6 +137,14 @@ def _with_new_tokens(
         if is_used and module not in job.modules_to_save:
             rows[module] = tuple(dict.fromkeys((*rows[module], *new)))
     return job.replace(trainable_token_indices=rows)
+
+
+def _check_expert_rank(job: LoraJob, modules: Mapping[str, ModuleLora]) -> None:
+    if job.changes("expert_rank") and not any(map(is_of_expert, modules)):
+        raise ConfigError(
+            f"job {job.name!r} has expert_rank={job.expert_rank} and adapts no linears "
+            "of experts. Leave it out, or name some in target_modules."
+        )
 
 
 def _check_tokens(job: LoraJob, model: ModelConfig) -> None:

@@ -228,3 +228,12 @@ def test_a_job_starts_from_what_its_settings_have_trained(model, shapes, tmp_pat
         other = LoraJob(**again | {"expert_rank": 2})
         with pytest.raises(ConfigError, match="leave out rank, expert_rank"):
             choose_modules(other, model.config)
+
+
+def test_a_rank_of_experts_is_used_or_refused(model):
+    data = DataConfig(path="a.jsonl")
+    job = LoraJob(name="a", data=data, expert_rank=3, target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match="expert_rank=3 and adapts no linears of exp"):
+        choose_modules(job, model.config)
+    chosen = choose_modules(job.replace(target_modules="all-linear"), model.config)
+    assert chosen.modules["model.layers.0.mlp.experts.1.up_proj"].rank == 3

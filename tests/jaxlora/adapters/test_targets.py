@@ -292,3 +292,8 @@ def test_parameters_of_experts():
 def test_experts_that_are_refused(options, error):
     with pytest.raises(ConfigError, match=error):
         resolve_mixture(**options)
+
+
+def test_a_model_without_experts_has_no_parameters_of_them():
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        resolve(target_parameters=[DOWN])
