@@ -75,7 +75,9 @@ def export_peft(
         card: Text of a model card to write as README.md; None: there is none.
         tokenizer: Tokenizer to write beside the adapter; None: there is none. Without
             a record, the folder is then not replaced by a later export.
-        expert_layout: How the LoRA of experts is written; None: as peft reads it.
+        expert_layout: How the LoRA of experts is written; None: as peft reads it. Give
+            `fused` for a Mixtral: names do not tell it from other models, and peft
+            reads its experts in no other layout that is written here.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
