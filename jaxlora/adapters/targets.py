@@ -13,6 +13,7 @@ from jaxlora.models.structure import linear_path
 from jaxlora.modules.variants.table import replaces_lora
 
 Wanted = str | Sequence[str]
+_ALL_EXPERTS = ".*experts.*"
 _FROZEN = ("model.embed_tokens", "lm_head")
 
 
@@ -321,7 +322,12 @@ def _check_targets(
     where, wanted = f"{targets.where}: target_modules", targets.target_modules
     entries = [wanted] if isinstance(wanted, str) else wanted
     exist = _suffixes(linear_names)
-    parameters = [_parameter(name) for name in linear_names]
+    parameters = list(filter(None, map(_parameter, linear_names)))
+    if targets.target_parameters and not parameters:
+        raise ConfigError(
+            f"{targets.where}: target_parameters={list(targets.target_parameters)} are "
+            "weights of experts, and the model has no experts. Leave them out."
+        )
     for entry in targets.target_parameters:
         _check_entry(
             f"{targets.where}: target_parameters",
@@ -376,7 +382,18 @@ def _check_entry(
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
         f"{where} entry {entry!r} matches no linear of the model.{hint} There are: "
-        f"{', '.join(exist)}."
+        f"{', '.join(exist)}.{_of_experts(names) if 'experts' in entry else ''}"
+    )
+
+
+def _of_experts(names: Iterable[str]) -> str:
+    """Returns how to name a linear of all experts, if there are any."""
+    name = next(filter(is_of_expert, names), None)
+    if name is None:
+        return ""
+    return (
+        f" Experts have a number, as in {name}: the regular expression "
+        f"{_ALL_EXPERTS!r} matches all linears of all of them."
     )
 
 
@@ -392,5 +409,5 @@ def _check_pattern(
         if not any(patterns.match_suffix(expression, name) for name in chosen):
             raise ConfigError(
                 f"{where}: {key} key {expression!r} matches none of the job's "
-                f"targets: {', '.join(_suffixes(chosen))}."
+                f"targets: {', '.join(_suffixes(chosen))}.{_of_experts(chosen)}"
             )

@@ -171,8 +171,7 @@ def _copies(spec: DecoderSpec, linear: LayerLinear) -> float:
     shape = linear.experts
     if shape is None:
         return 1.0
-    num_slots = 1 if spec.slots is None else spec.slots.num_slots
-    num_groups = shape.number * min(num_slots, _MICROBATCH_SLOTS)
+    num_groups = shape.number * min(spec.num_expert_slots, _MICROBATCH_SLOTS)
     # Half of the last block of a group is padding, and half of a tile's last one.
     padding = (num_groups + shape.number) / 2 * TILE_TOKENS
     return shape.chosen + padding / _MICROBATCH_TOKENS

@@ -294,9 +294,16 @@ def _with_single_experts(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
             continue
         experts, kind = match.groups()
         linears = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        number, rows, _ = file.shape(name)
+        if number == 0 or rows % len(linears):
+            raise ModelError(
+                f"{file.path}: {name} has shape {list(file.shape(name))}; wanted "
+                f"experts, each with the rows of {' and '.join(linears)}. Fetch or "
+                "copy it again."
+            )
         parts = [
             f"{experts}.{i}.{linear}.weight"
-            for i in range(file.shape(name)[0])
+            for i in range(number)
             for linear in linears
         ]
         file.split(name, parts)

@@ -66,6 +66,13 @@ class DecoderSpec:
         return range(self.config.num_layers) if self.layers is None else self.layers
 
     @property
+    def num_expert_slots(self) -> int:
+        """Number of slots that the rows of experts tell apart; 1 if none adapts any."""
+        if self.slots is None or not any(".experts." in path for path in self.adapted):
+            return 1
+        return self.slots.num_slots
+
+    @property
     def has_embedding(self) -> bool:
         """Whether the first layer is here, so that `embed` runs here."""
         return self.layer_numbers.start == 0

@@ -102,7 +102,8 @@ def default_layout(
 ) -> ExpertLayout:
     """Returns the layout that peft can read: per expert, if it converts that.
 
-    It then has one rank and alpha for all experts of the model, and gate with up.
+    It then has one rank and alpha for all experts of the model, and gate with up. Of a
+    Qwen2 with experts, which alone has a shared one, peft 0.21 does not convert any.
 
     Args:
         modules: The weights of each linear of the experts, by module name.
@@ -114,7 +115,28 @@ def default_layout(
     is_all = adapted == {name for name in there if name.rpartition(".")[2] in kinds}
     is_one = len({(own.rank, own.lora_alpha) for own in modules.values()}) == 1
     has_both = len(kinds & {*_PARAMETERS["gate_up_proj"]}) != 1
-    return "per_expert" if is_all and is_one and has_both else "fused"
+    has_shared = any(".shared_expert." in name for name in linear_names)
+    is_read = is_all and is_one and has_both and not has_shared
+    return "per_expert" if is_read else "fused"
+
+
+def unread_by_peft(names: Sequence[str], linear_names: Sequence[str]) -> str | None:
+    """Returns a linear whose LoRA peft takes for that of experts; None: there is none.
+
+    It reads the names of linears of experts as those of their parameters, and so those
+    of layers without experts. It does not for a model with shared experts.
+
+    Args:
+        names: Names of the adapted linears.
+        linear_names: Names of the base model's linears.
+    """
+    if not any(map(is_of_expert, names)):
+        return None
+    if any(".shared_expert." in name for name in linear_names):
+        return None
+    linears = {linear for own in _PARAMETERS.values() for linear in own}
+    dense = (name for name in names if not is_of_expert(name))
+    return next((x for x in dense if x.rpartition(".")[2] in linears), None)
 
 
 def fused_experts(

@@ -21,6 +21,7 @@ from jaxlora.adapters.files.expert_tensors import (
     default_layout,
     fused_experts,
     fused_tensors,
+    unread_by_peft,
 )
 from jaxlora.adapters.files.export_record import (
     CONFIG_FILE,
@@ -74,7 +75,9 @@ def export_peft(
         card: Text of a model card to write as README.md; None: there is none.
         tokenizer: Tokenizer to write beside the adapter; None: there is none. Without
             a record, the folder is then not replaced by a later export.
-        expert_layout: How the LoRA of experts is written; None: as peft reads it.
+        expert_layout: How the LoRA of experts is written; None: as peft reads it. Give
+            `fused` for a Mixtral: names do not tell it from other models, and peft
+            reads its experts in no other layout that is written here.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
@@ -104,6 +107,13 @@ def export_peft(
             folder,
             min(scalings),
             max(scalings),
+        )
+    if (unread := unread_by_peft(list(adapter.modules), linear_names)) is not None:
+        logger.warning(
+            "%s: peft 0.21 cannot read LoRA on %s beside that of experts, and may "
+            "compute something else. Merge the adapter for other programs.",
+            folder,
+            unread,
         )
     base = base_name(base_model, revision)
     config = _config(adapter, base, linear_names, experts)

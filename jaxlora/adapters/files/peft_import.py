@@ -21,7 +21,7 @@ from jaxlora.adapters.targets import pattern_value
 from jaxlora.common.patterns import Patterns
 from jaxlora.errors import AdapterError, ConfigError, ModelError
 from jaxlora.hf.tensor_file import TensorFile, check_finite
-from jaxlora.models.config import shared_path
+from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.slot_modules import SCORE
 from jaxlora.models.structure import linear_path, module_prefix
 from jaxlora.modules.trained_tensors import (
@@ -139,10 +139,8 @@ def _read(
     modules, biases = dict(experts), {}
     for name, tensors in found.items():
         if name not in linear_shapes:
-            raise AdapterError(
-                f"{folder} adapts {name}, which the base model does not have. Is it an "
-                "adapter of another model?"
-            )
+            has_experts = any(map(is_of_expert, linear_shapes))
+            raise AdapterError(f"{folder} adapts {name}, {_why_not(name, has_experts)}")
         rank, lora_alpha = config["r"], config["lora_alpha"]
         for one in dict.fromkeys((shared_path(name), name)):  # newer names of experts
             rank = pattern_value(ranks, one, rank, patterns)
@@ -175,6 +173,18 @@ def _read(
     )
     base_format = loftq_format(path, config)
     return PeftFolder(adapter=adapter, biases=biases, base_format=base_format)
+
+
+def _why_not(name: str, has_experts: bool) -> str:
+    """Returns why the base model does not have a linear, and the cure."""
+    reason = None
+    if has_experts and name.endswith((".gate", ".shared_expert_gate")):
+        reason = "and routers and gates of experts stay frozen here"
+    elif has_experts and ".block_sparse_moe." in name:
+        reason = "a name of Mixtral's before transformers 5, which is not read"
+    if reason is not None:
+        return f"{reason}. Merge the adapter into its base with peft."
+    return "which the base model does not have. Is it an adapter of another model?"
 
 
 def _checked_score(

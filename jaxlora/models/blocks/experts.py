@@ -1,5 +1,8 @@
 """A mixture of experts, a block of decoder layers."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,6 +14,8 @@ from jaxlora.models.config import ExpertShape, ModelConfig
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
 from jaxlora.pallas_kernels import (
+    Dropout,
+    Projection,
     expert_linears,
     expert_output,
     gather_rows,
@@ -95,11 +100,25 @@ class Experts(nnx.Module):
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
         plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
-        before = [one.for_kernels(routing, num_adapters) for one in first]
+        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
         gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
         return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
+
+
+def _all_drop(projections: Sequence[Projection]) -> list[Projection]:
+    """Returns linears that share an input, all of which drop features or none.
+
+    Where slots adapt some of them only, the others drop at a rate of zero.
+    """
+    drops = [one.dropout for one in projections if isinstance(one.dropout, Dropout)]
+    if not drops:
+        return list(projections)
+    nothing = dataclasses.replace(drops[0], rate=jnp.zeros_like(drops[0].rate))
+    return [
+        dataclasses.replace(one, dropout=one.dropout or nothing) for one in projections
+    ]
 
 
 def choose_experts(

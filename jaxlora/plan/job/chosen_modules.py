@@ -18,7 +18,7 @@ from jaxlora.adapters.targets import (
 from jaxlora.config import LoraJob
 from jaxlora.config.rules import NOT_OF_VERA
 from jaxlora.errors import AdapterError, ConfigError
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ModelConfig, is_of_expert
 from jaxlora.models.slot_modules import SCORE, Tokens, asked_modules
 from jaxlora.models.structure import (
     chosen_experts,
@@ -87,6 +87,7 @@ def choose_modules(
         chosen = chosen_experts(model)
         modules = resolve_targets(job, tuple(shapes), chosen_experts=chosen)
         check_ranks(job, modules, shapes)
+        _check_expert_rank(job, modules)
         if job.keeps_start:
             modules = {name: module.doubled(job) for name, module in modules.items()}
         reference = _read_reference(job, model, None)
@@ -136,6 +137,14 @@ def _with_new_tokens(
         if is_used and module not in job.modules_to_save:
             rows[module] = tuple(dict.fromkeys((*rows[module], *new)))
     return job.replace(trainable_token_indices=rows)
+
+
+def _check_expert_rank(job: LoraJob, modules: Mapping[str, ModuleLora]) -> None:
+    if job.changes("expert_rank") and not any(map(is_of_expert, modules)):
+        raise ConfigError(
+            f"job {job.name!r} has expert_rank={job.expert_rank} and adapts no linears "
+            "of experts. Leave it out, or name some in target_modules."
+        )
 
 
 def _check_tokens(job: LoraJob, model: ModelConfig) -> None:
@@ -255,8 +264,6 @@ def _other_modules(
 ) -> dict[str, str]:
     """Returns the stated targets, ranks and scalings that are not those, by cure."""
     stated, found = job.model_fields_set, {}
-    if "expert_rank" not in stated and not job.use_vera:  # which has no such rank
-        job = job.replace(expert_rank="full")
     asked = resolve_targets(job, linear_names, chosen_experts=num_chosen)
 
     def add(fields: Sequence[str], difference: str) -> None:
@@ -270,13 +277,20 @@ def _other_modules(
     # Where they would be after the targets are left out.
     all_linears = dict.fromkeys(_TARGET_FIELDS, ()) | {"target_modules": "all-linear"}
     job = job.replace(**all_linears)
-    asked = resolve_targets(job, linear_names, chosen_experts=num_chosen)
+    ways = [job]
+    if "expert_rank" not in stated and not job.use_vera:  # which has no such rank
+        ways = [job.replace(expert_rank=rank) for rank in ("full", "scaled")]
+    resolved = [
+        resolve_targets(x, linear_names, chosen_experts=num_chosen) for x in ways
+    ]
     for name, weights in start.modules.items():
-        if not stated.isdisjoint(_RANK_FIELDS) and asked[name].rank != weights.rank:
+        may_be = [modules[name] for modules in resolved]
+        asked = next((x for x in may_be if x.rank == weights.rank), may_be[0])
+        if not stated.isdisjoint(_RANK_FIELDS) and asked.rank != weights.rank:
             add(_RANK_FIELDS, f"has rank {weights.rank} on {name}")
         if start.vera is not None or stated.isdisjoint(_SCALING_FIELDS):
             continue
-        alpha, scaling = asked[name].lora_alpha, start.scaling(weights)
+        alpha, scaling = asked.lora_alpha, start.scaling(weights)
         if lora_scaling(alpha, weights.rank, job.use_rslora) != scaling:
             add(_SCALING_FIELDS, f"has scaling {scaling:g} on {name}")
     return found

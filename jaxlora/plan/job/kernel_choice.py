@@ -7,12 +7,15 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxlora.errors import ConfigError
+from jaxlora.models.build import LayerLinear
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linears
 from jaxlora.modules.attention import AttentionImplementation
 from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.pallas_kernels.device import device_kind, planned_device
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 _BLACKWELL = ("10.", "12.")
 
@@ -182,7 +185,9 @@ def kernels_unsupported(
     spec: DecoderSpec,
     block_tokens: int,
 ) -> str | None:
-    """Returns why a back end cannot run some adapted linear, or None if it can.
+    """Returns why a back end cannot run some linear that it gets, or None if it can.
+
+    It gets those that are adapted, and all linears of experts.
 
     Args:
         backend: The back end.
@@ -190,21 +195,33 @@ def kernels_unsupported(
         block_tokens: Rows of a token block.
     """
     assert spec.slots is not None
-    for path in spec.adapted:
+    paths = dict.fromkeys((*spec.adapted, *_expert_paths(spec.config)))
+    for path in paths:
         linear = spec.linear(path)
         if linear.in_xla:
             continue
+        is_of_experts = linear.experts is not None
         shape = LinearShape(
             dtype=spec.options.dtype,
             in_features=linear.in_features,
             out_features=linear.out_features,
-            rank=spec.slots.rank_of(is_of_experts=linear.experts is not None),
-            block_tokens=block_tokens,
+            rank=spec.slots.rank_of(is_of_experts=is_of_experts),
+            block_tokens=TILE_TOKENS if is_of_experts else block_tokens,
             weight_format=spec.options.weight_format(path),
         )
         if (reason := backend.unsupported(shape)) is not None:
             return reason
     return None
+
+
+def _expert_paths(config: ModelConfig) -> list[str]:
+    """Returns the paths of the linears of experts, one of each kind."""
+    kinds: dict[LayerLinear, str] = {}
+    for i in range(config.num_layers):
+        if config.expert_shape(i) is not None:
+            for linear in linears(config, i).values():
+                kinds.setdefault(linear, f"layers.{i}.{linear.name}")
+    return [path for linear, path in kinds.items() if linear.experts is not None]
 
 
 def describe_device() -> str:

@@ -380,11 +380,13 @@ def _padding_bytes(spec: DecoderSpec, num_tokens: int) -> float:
     Their number depends on that of the experts and slots, and little on the tokens.
     """
     config, most = spec.config, 0
-    num_slots = 1 if spec.slots is None else spec.slots.num_slots
     for shape in set(map(config.expert_shape, range(config.num_layers))):
         if shape is not None:
             copies = shape.chosen * num_tokens
-            rows = TILE_TOKENS * num_blocks(copies, shape.number, num_slots) - copies
+            rows = (
+                TILE_TOKENS * num_blocks(copies, shape.number, spec.num_expert_slots)
+                - copies
+            )
             width = config.hidden_size + _MLP_KEEPS * shape.features
             most = max(most, rows * width)
     return most * jnp.dtype(spec.options.dtype).itemsize / num_tokens

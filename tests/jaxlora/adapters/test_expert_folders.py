@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxlora import export_peft, import_peft, load_model
-from jaxlora.errors import AdapterError
+from jaxlora import DataConfig, LoraJob, export_peft, import_peft, load_model
+from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.errors import AdapterError, ConfigError
+from jaxlora.models.registry import model_config
 from jaxlora.models.structure import linear_shapes
+from jaxlora.plan.job.chosen_modules import choose_modules
 from tests.jaxlora.adapters.forward import adapter_logits
 from tests.oracle import relative_error
 
@@ -147,3 +150,90 @@ def test_experts_are_adapted_alike(shapes, tmp_path):
     some = {n: x for n, x in tensors.items() if ".layers.1.mlp.experts.3." not in n}
     with pytest.raises(AdapterError, match="only some are adapted"):
         import_peft(change(out, tmp_path / "b", some), shapes)
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("mlp.gate", "adapts .*mlp.gate, and routers and gates of experts stay frozen"),
+        ("block_sparse_moe.experts.0.w1", "a name of Mixtral's before transformers 5"),
+        ("mlp.other", "Is it an adapter of another model"),
+    ],
+)
+def test_linears_that_are_not_there(shapes, tmp_path, place, error):
+    (both,) = (folder for folder in FOLDERS if folder.name == "both")
+    tensors = safetensors.numpy.load_file(both / "adapter_model.safetensors")
+    for name in ("lora_A", "lora_B"):
+        key = f"base_model.model.model.layers.0.{place}.{name}.weight"
+        tensors[key] = np.ones((3, 3), np.float32)
+    with pytest.raises(AdapterError, match=error):
+        import_peft(change(both, tmp_path / "changed", tensors), shapes)
+
+
+def adapter_of(chosen, shapes) -> Adapter:
+    """Returns an adapter of ones on these modules."""
+    modules = {}
+    for name, one in chosen.items():
+        k, n = shapes[name]
+        tables = {"lora_a": (k, one.rank), "lora_b": (one.rank, n)}
+        modules[name] = LoraWeights(
+            tensors={x: np.ones(size, np.float32) for x, size in tables.items()},
+            rank=one.rank,
+            lora_alpha=one.lora_alpha,
+        )
+    return Adapter(modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("base", "targets", "layout", "warns"),
+    [
+        ("qwen3_moe", "all-linear", "per_expert", False),
+        ("qwen2_moe", "all-linear", "fused", False),
+        ("qwen2_moe", r".*\.experts\..*", "fused", False),
+        ("qwen3_moe_dense", r".*\.experts\..*", "per_expert", False),
+        ("qwen3_moe_dense", "all-linear", "per_expert", True),
+    ],
+)
+def test_the_layout_is_one_that_peft_reads(
+    base, targets, layout, warns, tmp_path, caplog
+):
+    """As tried with peft 0.21, which else leaves experts out without a word."""
+    config = json.loads((GOLDEN / "models" / base / "config.json").read_text())
+    config = model_config(config)
+    data, shapes = DataConfig(path="a.jsonl"), linear_shapes(config)
+    job = LoraJob(name="a", data=data, rank=2, target_modules=targets)
+    adapter = adapter_of(choose_modules(job, config).modules, shapes)
+    names = {"base_model": "b", "linear_names": list(shapes)}
+    export_peft(adapter, tmp_path / "a", **names)
+    settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert ("target_parameters" in settings) == (layout == "fused")
+    assert ("cannot read LoRA on model.layers" in caplog.text) == warns
+
+
+def test_a_job_starts_from_what_its_settings_have_trained(model, shapes, tmp_path):
+    """Without `expert_rank`, the ranks of experts may be scaled or whole."""
+    data = DataConfig(path="a.jsonl")
+    job = LoraJob(
+        name="a", data=data, rank=6, lora_alpha=9, target_modules="all-linear"
+    )
+    for expert_rank, rank in {"scaled": 3, "full": 6}.items():
+        own = job.replace(expert_rank=expert_rank)
+        chosen = choose_modules(own, model.config).modules
+        assert chosen["model.layers.1.mlp.experts.0.up_proj"].rank == rank
+        folder = tmp_path / expert_rank
+        names = {"base_model": "b", "linear_names": list(shapes)}
+        export_peft(adapter_of(chosen, shapes), folder, **names)
+        again = job.model_dump(exclude_unset=True) | {"init_from": str(folder)}
+        assert choose_modules(LoraJob(**again), model.config).modules == chosen
+        other = LoraJob(**again | {"expert_rank": 2})
+        with pytest.raises(ConfigError, match="leave out rank, expert_rank"):
+            choose_modules(other, model.config)
+
+
+def test_a_rank_of_experts_is_used_or_refused(model):
+    data = DataConfig(path="a.jsonl")
+    job = LoraJob(name="a", data=data, expert_rank=3, target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match="expert_rank=3 and adapts no linears of exp"):
+        choose_modules(job, model.config)
+    chosen = choose_modules(job.replace(target_modules="all-linear"), model.config)
+    assert chosen.modules["model.layers.0.mlp.experts.1.up_proj"].rank == 3

@@ -285,8 +285,15 @@ def test_parameters_of_experts():
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa and adapts"),
         ({"init_lora_weights": "orthogonal"}, "even ranks, and that of experts is 5"),
         ({"target_parameters": ["experts.w1"]}, "'experts.w1' matches no linear"),
+        ({"rank_pattern": {"experts.up_proj": 2}}, "Experts have a number, as in mod"),
+        ({"exclude_modules": ["experts"]}, r"expression '\.\*experts\.\*' matches all"),
     ],
 )
 def test_experts_that_are_refused(options, error):
     with pytest.raises(ConfigError, match=error):
         resolve_mixture(**options)
+
+
+def test_a_model_without_experts_has_no_parameters_of_them():
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        resolve(target_parameters=[DOWN])

@@ -3,6 +3,8 @@
 These are experts and gated delta nets; see tests/golden.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import safetensors.numpy
 
 from jaxlora import DecoderOptions, DecoderSpec, Routing, SlotShape, load_model
 from jaxlora.adapters.slot_state import padded_rows
+from jaxlora.errors import ModelError
 from jaxlora.hf.convert import convert
 from jaxlora.models.blocks.experts import choose_experts
 from jaxlora.models.config import shared_path
@@ -20,6 +23,7 @@ from jaxlora.models.structure import linear_path, linear_shapes
 from jaxlora.modules.loss import target_nll
 from jaxlora.modules.rows import PackedRows, layer_ropes
 from jaxlora.modules.scoring import softcap
+from jaxlora.modules.shared_inputs import with_shared_inputs
 from tests.jaxlora.models.test_logits import MODELS, pack
 from tests.oracle import relative_error
 
@@ -114,8 +118,20 @@ def test_experts_that_are_stored_in_two_tensors(tmp_path):
     assert load_model(out).fingerprint == single.fingerprint
 
 
+@pytest.mark.parametrize("shape", [(0, 40, 32), (9, 41, 32)])
+def test_tensors_of_all_experts_have_rows_of_each(tmp_path, shape):
+    weights = safetensors.numpy.load_file(MODELS / "olmoe" / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    weights[name] = np.zeros(shape, np.float32)
+    (tmp_path / "model.safetensors").write_bytes(safetensors.numpy.save(weights))
+    config = (MODELS / "olmoe" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=rf"{name} has shape .*; wanted experts"):
+        load_model(tmp_path)
+
+
 def block_of(case: str):
-    """Returns the first mixture of a model, with two slots that are empty."""
+    """Returns the first mixture of a model, two of whose linears have two slots."""
     model = load_model(MODELS / case, dtype="float32")
     spec = DecoderSpec(
         config=model.config,
@@ -198,3 +214,29 @@ def test_a_mixture_equals_its_definition_in_float64(case):
         wanted += down / (1 + np.exp(-share))
     live = np.repeat(slots, 64) >= 0
     assert relative_error(actual[live], wanted[live]) < 1e-6
+
+
+def test_a_linear_without_slots_beside_one_that_drops():
+    """`up` has none; `gate` drops features of the same input."""
+    block, spec, _ = block_of("olmoe")
+    own, count = block.experts, jnp.arange(128)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 32)), jnp.float32)
+    zeros = jnp.zeros(2, jnp.int32)
+    plain = Routing(block_adapter=jnp.arange(2))
+    drops = dataclasses.replace(plain, token_index=count, seed=zeros, step=zeros)
+
+    def output(routing, rate):
+        adapted = {(0, x.place[1]): x for x in (own.gate_proj, own.down_proj)}
+        own.gate_proj.dropout[...] = jnp.full(2, rate)
+        rows = PackedRows(
+            ropes=layer_ropes(spec.config, count),
+            routing=with_shared_inputs(adapted, routing).for_layer(0),
+            segment_ids=jnp.zeros_like(count),
+            lengths=spec.options.lengths,
+            implementation="xla",
+        )
+        return np.asarray(block(x, rows))
+
+    whole = output(plain, 0.0)
+    np.testing.assert_array_equal(output(drops, 0.0), whole)
+    assert 1e-3 < relative_error(output(drops, 0.5), whole) < 10

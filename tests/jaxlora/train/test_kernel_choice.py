@@ -1,6 +1,8 @@
 """Which kernels and which attention are chosen, and what is said about it."""
 
 import dataclasses
+import json
+import pathlib
 import types
 
 import jax
@@ -81,6 +83,20 @@ def test_auto_passes_over_kernels_that_are_slow_on_the_device(monkeypatch):
     assert chosen.name == "xla"
     assert chosen.passed_over["triton"] == "is slow here: it is a kettle"
     assert str(choose_kernels("triton", spec, 64)) == "triton, as requested"
+
+
+def test_kernels_must_run_experts_that_no_job_adapts(monkeypatch):
+    config = pathlib.Path(__file__).parents[2] / "golden/models/qwen3_moe/config.json"
+    model = model_config(json.loads(config.read_text()))
+    spec = dataclasses.replace(tiny_spec(["layers.0.self_attn.q_proj"]), config=model)
+    entry = dataclasses.replace(
+        BACKENDS["triton"],
+        unsupported=lambda shape: "it is narrow" if shape.in_features < 32 else None,
+    )
+    monkeypatch.setitem(BACKENDS, "triton", entry)
+    assert choose_kernels("auto", spec, 64).name == "xla"
+    with pytest.raises(ConfigError, match="it is narrow"):
+        choose_kernels("triton", spec, 64)
 
 
 @pytest.mark.parametrize("attention", ["xla", "cudnn"])

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import json
+import pathlib
 
 import jax.numpy as jnp
 import pytest
@@ -79,3 +81,18 @@ def test_two_layers_keep_what_two_traces_show(remat, is_fused, is_tied, unlike):
     assert found.kept_at_ends == pytest.approx(2 * one - two, abs=0.01)
     # Both layers may keep one scalar.
     assert (abs(fixed_of_two - 2 * fixed) <= 8) == (not unlike)
+
+
+def test_experts_that_no_slot_adapts_have_the_padding_of_one():
+    path = pathlib.Path(__file__).parents[3] / "golden/models/qwen3_moe/config.json"
+    config = model_config(json.loads(path.read_text()))
+
+    def padding(num_slots, adapted):
+        slots = SlotShape(num_slots=num_slots, rank=4)
+        own = {"config": config, "adapted": (f"layers.0.{adapted}",), "slots": slots}
+        spec = dataclasses.replace(make_spec(), **own)
+        return estimate._padding_bytes(spec, 1024)
+
+    attention, experts = "self_attn.q_proj", "mlp.experts.up_proj"
+    assert padding(8, attention) == padding(1, attention) == padding(1, experts)
+    assert padding(8, experts) > 3 * padding(1, experts)
