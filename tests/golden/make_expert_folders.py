@@ -69,6 +69,7 @@ def make(name: str, settings: dict) -> None:
     for key, weight in model.named_parameters():
         if "lora_" in key:
             torch.nn.init.normal_(weight, std=0.3)
+    model.peft_config["default"].base_model_name_or_path = "qwen3_moe"
     folder = OUT / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
