@@ -115,7 +115,7 @@ def gather_options(spec: DecoderSpec) -> dict[str, int]:
 
 
 class _Kind(NamedTuple):
-    """What divides the outputs of a linear; see `WeightLayout`."""
+    """How the outputs of a linear are divided; see `WeightLayout`."""
 
     by_heads: bool = False
     sections: tuple[int, ...] = (1,)

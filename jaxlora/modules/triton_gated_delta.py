@@ -217,7 +217,7 @@ def _layout(segment_ids: Int[Array, " T"]) -> _Layout:
 
 
 class _Prepared(NamedTuple):
-    """What both scans read of each chunk; see the kernels.
+    """The arrays of each chunk that both scans read; see the kernels.
 
     Attributes:
         total: Sums of the logarithms of the decays, from the start of the chunk.
@@ -334,7 +334,7 @@ def _backward(q, k, dout, beta, prepared: _Prepared, layout: _Layout, target: Ta
 
 
 class _Rows(NamedTuple):
-    """What both kernels of gradients read of rows; see the kernels."""
+    """The arrays of rows that both kernels of gradients read; see the kernels."""
 
     dout: Array
     new: Array

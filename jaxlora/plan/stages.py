@@ -207,8 +207,7 @@ def _layers_per_program(config: RunConfig, spec: DecoderSpec) -> int | None:
             "program then"
         )
     if asked == "auto":
-        # Of each program, the first layer's weights would be gathered with nothing
-        # beside it.
+        # Nothing would run beside the gather of each program's first layer.
         is_whole = why or sizes.fsdp > 1 or config.replica_shapes
         return None if is_whole else chosen_layers(spec)
     if why:

@@ -785,7 +785,7 @@ def delta_gradients(
             fade = tl.exp(total)
             to_read = (fade * SCALE)[:, None]
             to_end = tl.exp(last - total)[:, None]
-            # What rows know of their values with their keys, without beta.
+            # The sum of dr times the state over the columns, without beta.
             known = tl.zeros((CHUNK, KEYS), tl.float32)
             both = tl.zeros((COLUMNS,), tl.float32)
             for column in range(0, E, COLUMNS):

@@ -37,7 +37,7 @@ _NAME = re.compile(r"(.*\.experts)(\.base_layer)?\.(lora_[AB])\.weight")
 ExpertLayout = Literal["per_expert", "fused"]
 # The first version of peft that knows which side is which.
 _FIRST_VERSION = (0, 19)
-# What fused folders state, so that peft and this library need not guess.
+# Fused folders state this version, so that peft and this library need not guess.
 PEFT_VERSION = "0.21.2"
 
 

@@ -1,4 +1,4 @@
-"""What families with a mixture of experts share."""
+"""The parts that families with a mixture of experts share."""
 
 import dataclasses
 from collections.abc import Hashable

@@ -60,7 +60,7 @@ class ChosenModules:
 
     @property
     def tokens(self) -> Mapping[str, Tokens]:
-        """What the job trains outside the linears, as `Adapter.tokens`."""
+        """The modules outside the linears that the job trains; see `Adapter.tokens`."""
         return self.asked if self.start is None else self.start.tokens
 
 
