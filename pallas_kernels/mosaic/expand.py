@@ -262,6 +262,10 @@ class Expand:
         num_steps = jnp.int32(num_steps)
         return jnp.where((slots[0] >= 0) | (slots[1] >= 0), num_steps, 0)
 
+    def _own_steps(self, num_steps, slot):
+        """Returns how many steps over K a warpgroup multiplies: padding needs none."""
+        return jnp.where(slot < 0, 0, num_steps)
+
     def _rank_steps(self, slots, num_chunks, wg):
         """Returns a warpgroup's rank steps: (before, own by projection, after).
 
@@ -341,7 +345,10 @@ class Expand:
 
             end, one = step, functools.partial(multiply, operands=self._k_step)
             for p in range(len(self.x_gmem)):
-                end = self.ring.each_step(self._num_k_steps(p, slots), end, one)
+                num_steps = self._num_k_steps(p, slots)
+                own_steps = self._own_steps(num_steps, slot)
+                end = self.ring.each_step(own_steps, end, one)
+                end = self._skip(num_steps - own_steps, end)
             end = self._skip(before, end)
             if not self.masks:
                 one = functools.partial(multiply, operands=self._rank_step)

@@ -38,27 +38,48 @@ from jaxlora.pallas_kernels.mosaic.ring import (
 from jaxlora.pallas_kernels.parts import PartTable
 
 TILE_COLUMNS = COMPUTE_WGS * STEP
+_NARROW_SUMS = 4  # sums of narrow tiles on their way to device memory
 
 
 def outer_ring(
-    num_projections: int, dtype: DTypeLike, mask: MaskTiles | None
+    num_projections: int,
+    dtype: DTypeLike,
+    mask: MaskTiles | None,
+    *,
+    width: int = STEP,
+    transposed: bool = False,
 ) -> RingShape:
     """Returns the ring of `Outer` for operands in a dtype.
 
-    With one projection, the sum of a short part need not wait until the one before is
-    stored. With more of them, the stages need the room.
+    With narrow tiles, or with one projection, the sum of a short part need not wait
+    until the one before is stored. With more projections, the stages need the room.
+
+    Args:
+        num_projections: Number of projections that share wide.
+        dtype: Dtype of wide and narrow.
+        mask: Shapes of each mask's words; None: there are no masks.
+        width: Ranks of a tile; with less than 64, the tiles of narrow are transposed.
+        transposed: Whether the result is.
     """
-    sums = (2 if num_projections == 1 else 1, COMPUTE_WGS, ROWS, STEP)
+    if width < STEP:
+        sums, narrow = _NARROW_SUMS, (num_projections, width, ROWS)
+        sum_tile = (width, STEP) if transposed else (STEP, width)
+    else:
+        sums, narrow = 2 if num_projections == 1 else 1, (num_projections, ROWS, STEP)
+        sum_tile = ROWS, STEP
+    sum_shape = sums, COMPUTE_WGS, *sum_tile
     words = (num_projections, *(mask.outer if mask else (2, ROWS)))
-    stage_bytes = 2 * (COMPUTE_WGS + num_projections) * ROWS * STEP
-    stages = stages_that_fit(stage_bytes + 4 * math.prod(words), 4 * math.prod(sums))
+    stage_bytes = 2 * (TILE_COLUMNS * ROWS + math.prod(narrow))
+    stages = stages_that_fit(
+        stage_bytes + 4 * math.prod(words), 4 * math.prod(sum_shape)
+    )
     return RingShape.of(
         num_stages=stages,
         num_copies=1 + num_projections * (2 if mask else 1),
         wide_smem=Smem((stages, ROWS, TILE_COLUMNS), dtype),
-        narrow_smem=Smem((stages, num_projections, ROWS, STEP), dtype),
+        narrow_smem=Smem((stages, *narrow), dtype),
         words_smem=Smem.flat(stages, *words) if mask else None,
-        sum_smem=Smem(sums, jnp.float32),
+        sum_smem=Smem(sum_shape, jnp.float32, is_tiled=width == STEP or not transposed),
     )
 
 
@@ -82,12 +103,13 @@ class Outer:
     Attributes:
         ring: Barriers.
         wide_smem: Tiles of wide, [num_stages, 64, 128]; each warpgroup has one half.
-        narrow_smem: Tiles of narrow, [num_stages, P, 64, 64].
+        narrow_smem: Tiles of narrow, [num_stages, P, 64, 64]; those of fewer ranks,
+            [num_stages, P, ranks, 64].
         words_smem: Mask words that come with a stage, or None.
         sum_smem: Sums on their way to device memory, by copy in flight and warpgroup,
-            [1 or 2, 2, 64, 64], float32.
+            [copies, 2, 64, ranks], float32; [copies, 2, ranks, 64] if `transposed`.
         wide_gmem: x or dy, [T, K].
-        narrow_gmem: ds or s of each projection, [T, R].
+        narrow_gmem: ds or s of each projection, [T, R]; [R, T] for narrow tiles.
         out_gmem: Partial sums for each projection, [rows, K, R], float32; [rows, R, K]
             if `transposed`. `sum_parts` adds them up.
         result_gmem: The sums of slots with one part, [G, K, R] or [G, R, K], float32;
@@ -115,6 +137,15 @@ class Outer:
     masks: tuple[Mask, ...]
     shares: int
     transposed: bool
+
+    @property
+    def _width(self) -> int:
+        """Number of ranks of a tile."""
+        return self.narrow_smem.shape[2]
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self._width < STEP
 
     def _tile(self, item):
         """Returns the (first column, share, chunk of ranks) of an item."""
@@ -171,7 +202,7 @@ class Outer:
         """Fills the stages of one item; returns the next step of the ring."""
         del index
         column, _, chunk = self._tile(item)
-        ranks = pl.ds(chunk * STEP, STEP)
+        ranks = pl.ds(chunk * self._width, self._width)
 
         def fill(stage, block):
             rows, full = pl.ds(block * ROWS, ROWS), self.ring.stage_full.at[stage]
@@ -180,7 +211,8 @@ class Outer:
             plgpu.copy_gmem_to_smem(wide_gmem, self.wide_smem.at[stage], full)
             for p, narrow in enumerate(self.narrow_gmem):
                 narrow_smem = self.narrow_smem.at[stage, p]
-                plgpu.copy_gmem_to_smem(narrow.at[rows, ranks], narrow_smem, full)
+                at = (ranks, rows) if self._is_narrow else (rows, ranks)
+                plgpu.copy_gmem_to_smem(narrow.at[at], narrow_smem, full)
             for p, mask in enumerate(self.masks):
                 words_smem = self.words_smem.at[stage, p]
                 words = mask.outer_words(block, columns)
@@ -223,7 +255,10 @@ class Outer:
                     stage = self.ring.wait(step)
                     for p, acc in enumerate(accs):
                         narrow_smem = self.narrow_smem.at[stage, p]
-                        if self.transposed:
+                        if self._is_narrow:
+                            wide = self._wide(stage, wg, p, words)
+                            plgpu.wgmma(acc, wide, narrow_smem.transpose((1, 0)))
+                        elif self.transposed:
                             wide_smem = half(self.wide_smem, stage, wg)
                             plgpu.wgmma(acc, narrow_smem.transpose((1, 0)), wide_smem)
                         else:
@@ -234,7 +269,8 @@ class Outer:
                 after = self.ring.each_step(num_blocks, step, multiply, num_in_flight)
                 return [acc[...] for acc in accs], after
 
-            accs = [plgpu.ACC((STEP, STEP), jnp.float32)] * len(self.narrow_gmem)
+            acc = plgpu.ACC((STEP, self._width), jnp.float32)
+            accs = [acc] * len(self.narrow_gmem)
             sums, step = pl.run_scoped(accumulate, *accs)
             for p, total in enumerate(sums):
                 # narrow was not written if the slot does not adapt the projection.
@@ -270,9 +306,13 @@ class Outer:
         def _():
             plgpu.wait_smem_to_gmem(self.sum_smem.shape[0] - 1, wait_read_only=True)
             sum_smem = self.sum_smem.at[buffer]
-            sum_smem[...] = total
+            if self._is_narrow and self.transposed:
+                turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
+                sum_smem.transpose((1, 0))[...] = turned
+            else:
+                sum_smem[...] = total
             plgpu.commit_smem()
-            k, r = pl.ds(column, STEP), pl.ds(chunk * STEP, STEP)
+            k, r = pl.ds(column, STEP), pl.ds(chunk * self._width, self._width)
 
             def copy(out_gmem, index):
                 where = (index, r, k) if self.transposed else (index, k, r)

@@ -341,6 +341,11 @@ def narrow_rank_for(blocks: Blocks, rank: int) -> int | None:
     return rank if blocks.num_tiles is not None and rank < STEP else None
 
 
+def outer_width_for(blocks: Blocks, rank: int) -> int:
+    """Returns the ranks of an outer product's tile."""
+    return narrow_rank_for(blocks, rank) or STEP
+
+
 def _live_tiles(blocks: Blocks, band: int, num_columns: int) -> Array | None:
     """Returns the number of tiles in bands of rows that are not all padding, [1]."""
     if blocks.num_tiles is None:
@@ -380,6 +385,9 @@ def outer_work(
     """
     k, r = wide.shape[1], narrow[0].shape[1]
     out_r = num_ranks if transposed and num_ranks else r
+    width = outer_width_for(blocks, r)
+    if width < STEP:
+        narrow = [one.T for one in narrow]
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
     num_slots = blocks.starts.shape[0] - 1
     # With few slots, all may be split, and one gather makes the result.
@@ -406,7 +414,13 @@ def outer_work(
             ("result_gmem", out(num_slots) if direct else None),
         ),
         num_items=math.ceil(k / TILE_COLUMNS) * shares * math.ceil(r / STEP),
-        ring=outer_ring(len(narrow), wide.dtype, tiles_of(masks)),
+        ring=outer_ring(
+            len(narrow),
+            wide.dtype,
+            tiles_of(masks),
+            width=width,
+            transposed=transposed,
+        ),
         static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts
