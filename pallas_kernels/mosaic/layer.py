@@ -18,13 +18,14 @@ References:
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
-from jaxlora.pallas_kernels.expert_rows import TILE_BLOCKS, RowPlan
+from jaxlora.pallas_kernels.expert_rows import TILE_ROWS, RowPlan
 from jaxlora.pallas_kernels.mosaic.launch import Work
 from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
@@ -55,7 +56,7 @@ from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 
 # expand keeps the stages of all ranks of a tile filled.
 assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
-assert ROWS == TILE_TOKENS and TILE_BLOCKS == COMPUTE_WGS
+assert ROWS == TILE_TOKENS and TILE_ROWS == COMPUTE_WGS * ROWS
 
 
 def _swap_last_axes(x: Array) -> Array:
@@ -88,15 +89,41 @@ def forward(
         return _fp8_forward(x, projections, weights, given)
     if s is None:
         a = [_swap_last_axes(a) for a in given.a]
+        if given.blocks.shared is not None:
+            a = [_marked(one, p.b) for one, p in zip(a, projections, strict=True)]
         s = shrink(x, a, given.settings, given.blocks, _masks(given))
     y = []
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
-        term = Term(x, p.dense_w, s[i], b, given.settings[i])
         blocks, transposed = given.blocks, w_transposed
+        b = b if blocks.shared is None else _finite(b)
+        term = Term(x, p.dense_w, s[i], b, given.settings[i])
         work = expand_work([term], layer, blocks, p.bias, transposed=transposed)
         y.append(run_expand(work))
     return y, s
+
+
+def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
+    """Replaces values that are not finite by zeros.
+
+    Where slots share blocks of rows, they multiply other slots' zeros. The slot's own
+    rows do not depend on them: s or its gradient is NaN there.
+    """
+    return jnp.where(jnp.isfinite(table), table, 0)
+
+
+def _marked(
+    a: Float[Array, "G R K"], b: Float[Array, "G _ N"]
+) -> Float[Array, "G R K"]:
+    """Makes A NaN in slots whose B is not finite, which expand does not see."""
+    is_finite = jnp.isfinite(b).all((1, 2))
+    return jnp.where(is_finite[:, None, None], a, jnp.nan)
+
+
+def _bad_blocks(rows: Sequence[Float[Array, "T R"]]) -> Bool[Array, " NB"]:
+    """Returns which blocks have rows of side products that are not finite."""
+    bad = [~jnp.isfinite(one.reshape(-1, ROWS * one.shape[1])).all(1) for one in rows]
+    return functools.reduce(jnp.logical_or, bad)
 
 
 def _masks(given: Operands) -> list[Mask]:
@@ -162,14 +189,17 @@ def backward(
     is_swapped = largest is not None and largest < given.a[0].shape[2] and not masks
     made, outers = [], []
     for i, dy_i in enumerate(dy):
-        unmasked = [settings[i]], blocks, []
-        made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
-        s_i = [weigh(s[i], row_weights)]
-        work = outer_work(dy_i, s_i, *unmasked, transposed=True, num_ranks=largest)
-        outers.append(work)
+        made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], [settings[i]], blocks, [])
+    # Rows of x and dy that are not finite have such side products, too.
+    is_bad = None if blocks.shared is None else _bad_blocks([*s, *made])
+    more: dict[str, Any] = {"num_ranks": largest, "is_bad": is_bad}
+    for i, dy_i in enumerate(dy):
+        s_i, own = [weigh(s[i], row_weights)], ([settings[i]], blocks, [])
+        outers.append(outer_work(dy_i, s_i, *own, transposed=True, **more))
     own = [weigh(one, row_weights) for one in made], settings, blocks, masks
-    outers.append(outer_work(x, *own, transposed=is_swapped, num_ranks=largest))
+    outers.append(outer_work(x, *own, transposed=is_swapped, **more))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
+    a = a if blocks.shared is None else [_finite(one) for one in a]
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, made, a, settings, of_terms, strict=True)
     terms = [Term(*one) for one in each]

@@ -26,7 +26,12 @@ from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand, expand_ring
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
 from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask, MaskTiles
-from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer, outer_ring
+from jaxlora.pallas_kernels.mosaic.outer import (
+    NARROW_COLUMNS,
+    TILE_COLUMNS,
+    Outer,
+    outer_ring,
+)
 from jaxlora.pallas_kernels.mosaic.produce import Produce, produce_ring
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_ring
@@ -41,7 +46,13 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     splits_for,
 )
 from jaxlora.pallas_kernels.operands import Blocks, Term
-from jaxlora.pallas_kernels.parts import Parts, make_parts, max_split_slots, sum_parts
+from jaxlora.pallas_kernels.parts import (
+    BAD_BIT,
+    Parts,
+    make_parts,
+    max_split_slots,
+    sum_parts,
+)
 from jaxlora.pallas_kernels.projection import KernelSettings
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction, row_program
 
@@ -154,6 +165,14 @@ def _shrink(
         "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
         "masks": tuple(masks),
     }
+    if (shared := blocks.shared) is not None:
+        assert r < STEP and not masks and factors is None
+        operands |= {
+            "slot_gmem": shared.slot,
+            "shared_gmem": (blocks.order, shared.rows),
+            "settings": rows_read(settings, "factor", masks=masks),
+            "num_items_gmem": blocks.starts[-1:],
+        }
     role, out_types = Shrink, (("s_gmem", s),)
     if factors is not None:
         xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
@@ -164,7 +183,7 @@ def _shrink(
         role=role,
         operands=operands,
         out_types=out_types,
-        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
+        num_items=operands["slot_gmem"].shape[0] * math.ceil(r / STEP),
         ring=ring,
     )
     return launch([work])[0]
@@ -303,6 +322,8 @@ def expand_work(
         band = expert_band_for(rows / TILE_ROWS, w.shape[0])
     band = band or band_for(device.device_kind(), t, k, n)
     num_columns = math.ceil(n / columns)
+    chunks = ("num_chunks",) if blocks.shared is None else ()
+    assert blocks.shared is None or (narrow_rank is not None and not masks)
     return Work(
         role=Expand,
         operands={
@@ -310,9 +331,10 @@ def expand_work(
             "w_gmem": tuple(term.w for term in terms),
             "s_gmem": tuple(term.s for term in terms),
             "b_gmem": tuple(b),
-            "settings": rows_read(settings, "num_chunks", masks=masks),
+            "settings": rows_read(settings, *chunks, masks=masks),
             "layer_gmem": layer,
             "slot_gmem": blocks.slot,
+            "group_gmem": None if blocks.shared is None else blocks.shared.of_group,
             "num_items_gmem": _live_tiles(blocks, band, num_columns),
             "bias_gmem": bias,
             "scale_gmem": scales,
@@ -370,6 +392,7 @@ def outer_work(
     transposed,
     splits=None,
     num_ranks=None,
+    is_bad=None,
 ) -> tuple[Work, Parts]:
     """Makes the work that computes `wide^T narrow` over parts of each slot's rows.
 
@@ -382,17 +405,27 @@ def outer_work(
         transposed: Whether to compute `narrow^T wide` instead.
         splits: The most parts of a slot's rows; None: the tuning table's choice.
         num_ranks: Number of ranks of the result, if it is `transposed`; None: R.
+        is_bad: Whether wide may hold a NaN or an infinity in each shared block, [NB].
     """
     k, r = wide.shape[1], narrow[0].shape[1]
     out_r = num_ranks if transposed and num_ranks else r
-    width = outer_width_for(blocks, r)
+    width, columns = outer_width_for(blocks, r), TILE_COLUMNS
     if width < STEP:
         narrow = [one.T for one in narrow]
+        columns = TILE_COLUMNS if masks else NARROW_COLUMNS
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
     num_slots = blocks.starts.shape[0] - 1
     # With few slots, all may be split, and one gather makes the result.
     direct = num_slots > max_split_slots(blocks.slot.shape[0])
     parts = make_parts(blocks, splits, direct=direct)
+    table, order = parts.table, blocks.order
+    if blocks.num_tiles is not None:  # the blocks of an expert's slot are consecutive
+        first = order[jnp.minimum(table.first_block, order.shape[0] - 1)]
+        table, order = dataclasses.replace(table, first_block=first), None
+    if table.rows is not None:
+        last = first + jnp.maximum(table.num_blocks - 1, 0)
+        bad = (is_bad[first] | is_bad[last]).astype(jnp.int32)
+        table = dataclasses.replace(table, rows=table.rows | bad << BAD_BIT)
     shares = shares_for(splits, parts.usual_number)
 
     def out(num_rows):
@@ -404,8 +437,8 @@ def outer_work(
         operands={
             "wide_gmem": wide,
             "narrow_gmem": tuple(narrow),
-            "order_gmem": blocks.order,
-            "parts": parts.table,
+            "order_gmem": order,
+            "parts": table,
             "settings": rows_read(settings, "num_chunks", masks=masks),
             "masks": tuple(masks),
         },
@@ -413,12 +446,14 @@ def outer_work(
             ("out_gmem", out(parts.num_rows)),
             ("result_gmem", out(num_slots) if direct else None),
         ),
-        num_items=math.ceil(k / TILE_COLUMNS) * shares * math.ceil(r / STEP),
+        num_items=math.ceil(k / columns) * shares * math.ceil(r / STEP),
         ring=outer_ring(
             len(narrow),
             wide.dtype,
             tiles_of(masks),
             width=width,
+            columns=columns,
+            is_shared=blocks.shared is not None,
             transposed=transposed,
         ),
         static_args=(("shares", shares), ("transposed", transposed)),

@@ -140,7 +140,9 @@ def experts(
 @functools.partial(jax.jit, static_argnames=("sizes", "options"))
 def both_ways(x, weights, projections, dy, expert_ids, block_adapter, sizes, options):
     """Returns y of each linear, and the gradients of x, weights and projections."""
-    plan = route_rows(expert_ids, block_adapter, *sizes)
+    options = dict(options)
+    block_rows = options.pop("block_rows", 64)
+    plan = route_rows(expert_ids, block_adapter, *sizes, block_rows=block_rows)
 
     def run(x, weights, projections):
         rows, given = gather_rows(x, plan), dict(options)
@@ -217,8 +219,8 @@ def test_the_definition_matches_loops_over_experts_and_adapters(sizes):
     transposed = sizes.get("w_transposed", False)
     w = [np.swapaxes(p.w, 1, 2) if transposed else p.w for p in problem.projections]
     wanted = expected(problem, w)
-    for combined in (False, True):
-        got = results(problem, w_transposed=transposed, combined=combined)
+    for options in ({}, {"combined": True}, {"block_rows": 16}):
+        got = results(problem, w_transposed=transposed, **options)
         assert_close(got, wanted)
 
 
@@ -307,6 +309,22 @@ def test_kernels_have_the_contracts_and_the_values_of_the_definition(name):
         beside_nan = results(with_nan(problem), **options)
     assert_close(got, wanted, 4e-3)
     assert_same_bits(own(problem, beside_nan), own(problem, got))
+
+
+def test_adapters_that_share_blocks_keep_their_values_and_bits():
+    """Some experts have two adapters in a block of 64, and NaN stays with its owner."""
+    sizes = {"num_experts": 3, "unused": (1,), "k": 1, "bias": True}
+    problem = experts((0, 1, -1, 1, 0), **sizes, dtype=jnp.bfloat16)
+    wanted = results(problem, combined=True)
+    options = {"implementation": "mosaic", "combined": True, "block_rows": 16}
+    alone = np.where(problem.block_adapter == 0, 0, -1)
+    with mosaic_kernels():
+        got = results(problem, **options)
+        beside_nan = results(with_nan(problem), **options)
+        alone = results(dataclasses.replace(problem, block_adapter=alone), **options)
+    assert_close(got, wanted, 4e-3)
+    assert_same_bits(own(problem, beside_nan), own(problem, got))
+    assert_same_bits(own(problem, alone), own(problem, got))
 
 
 @pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight, Mxfp4Weight])

@@ -16,6 +16,7 @@ from jaxlora.modules.rows import Rows
 from jaxlora.pallas_kernels import (
     Dropout,
     Projection,
+    block_rows_for,
     expert_linears,
     expert_output,
     gather_rows,
@@ -99,10 +100,12 @@ class Experts(nnx.Module):
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
-        plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
+        rows = block_rows_for(self.implementation, [*before, after], num_adapters)
+        sizes = self.shape.number, num_adapters
+        plan = route_rows(chosen, blocks, *sizes, block_rows=rows)
         gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
         return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
 
