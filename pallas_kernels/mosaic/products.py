@@ -49,6 +49,7 @@ from jaxlora.pallas_kernels.operands import Blocks, Term
 from jaxlora.pallas_kernels.parts import (
     BAD_BIT,
     Parts,
+    PartTable,
     make_parts,
     max_split_slots,
     sum_parts,
@@ -158,6 +159,7 @@ def _shrink(
         )
         return first | {k: first[k] + rest[k] for k in rest if k != "xq_gmem"}
     s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(a)
+    num_items = blocks.slot.shape[0] * math.ceil(r / STEP)
     operands = {
         "x_gmem": x,
         "a_gmem": tuple(a),
@@ -167,6 +169,7 @@ def _shrink(
     }
     if (shared := blocks.shared) is not None:
         assert r < STEP and not masks and factors is None
+        num_items = shared.slot.shape[0]
         operands |= {
             "slot_gmem": shared.slot,
             "shared_gmem": (blocks.order, shared.rows),
@@ -183,7 +186,7 @@ def _shrink(
         role=role,
         operands=operands,
         out_types=out_types,
-        num_items=operands["slot_gmem"].shape[0] * math.ceil(r / STEP),
+        num_items=num_items,
         ring=ring,
     )
     return launch([work])[0]
@@ -419,13 +422,8 @@ def outer_work(
     direct = num_slots > max_split_slots(blocks.slot.shape[0])
     parts = make_parts(blocks, splits, direct=direct)
     table, order = parts.table, blocks.order
-    if blocks.num_tiles is not None:  # the blocks of an expert's slot are consecutive
-        first = order[jnp.minimum(table.first_block, order.shape[0] - 1)]
-        table, order = dataclasses.replace(table, first_block=first), None
-    if table.rows is not None:
-        last = first + jnp.maximum(table.num_blocks - 1, 0)
-        bad = (is_bad[first] | is_bad[last]).astype(jnp.int32)
-        table = dataclasses.replace(table, rows=table.rows | bad << BAD_BIT)
+    if blocks.num_tiles is not None:
+        table, order = _of_experts(table, order, is_bad), None
     shares = shares_for(splits, parts.usual_number)
 
     def out(num_rows):
@@ -459,6 +457,22 @@ def outer_work(
         static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts
+
+
+def _of_experts(table: PartTable, order, is_bad: Array | None) -> PartTable:
+    """Returns parts with their first blocks: those of an expert's slot are consecutive.
+
+    Args:
+        table: The parts, with places in `order`.
+        order: `Blocks.order`.
+        is_bad: See `outer_work`; None if no block is shared.
+    """
+    first = order[jnp.minimum(table.first_block, order.shape[0] - 1)]
+    if (rows := table.rows) is not None:
+        assert is_bad is not None
+        last = first + jnp.maximum(table.num_blocks - 1, 0)
+        rows = rows | (is_bad[first] | is_bad[last]).astype(jnp.int32) << BAD_BIT
+    return dataclasses.replace(table, first_block=first, rows=rows)
 
 
 def outer(*args, **kwargs) -> list[Array]:
