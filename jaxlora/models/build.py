@@ -191,6 +191,8 @@ class LayerBuilder:
         experts: ExpertShape,
         *,
         role: Role,
+        use_bias: bool = False,
+        is_one_tensor: bool = False,
     ) -> ExpertLinear:
         """Makes a frozen linear of each expert, with slots if they are adapted.
 
@@ -201,12 +203,15 @@ class LayerBuilder:
             out_features: N.
             experts: The mixture.
             role: Whether it reads or writes hidden states. No device has a part of it.
+            use_bias: Whether it adds a bias.
+            is_one_tensor: Whether checkpoints have one tensor X K N of all experts, and
+                one of their biases.
         """
         linear = LayerLinear(
             name=name,
             in_features=in_features,
             out_features=out_features,
-            use_bias=False,
+            use_bias=use_bias,
             projection=len(self.linears),
             role=role,
             experts=experts,
@@ -218,16 +223,23 @@ class LayerBuilder:
             out_features,
             num_experts=experts.number,
             slots=self._slots if path in self._adapted else None,
+            use_bias=use_bias,
             dtype=self.options.dtype,
             projection=linear.projection,
         )
         block, _, last = name.rpartition(".")
+        hf_name = name if is_one_tensor else f"{block}.{{}}.{last}"
         self._laid_out(
             module.kernel,
-            hf_name=f"{block}.{{}}.{last}.weight",
+            hf_name=f"{hf_name}.weight",
             dimensions=("X", "K", "N"),
-            transpose=True,
+            transpose=not is_one_tensor,
         )
+        if module.bias is not None:
+            dimensions = "X", "N"
+            self._laid_out(
+                module.bias, hf_name=f"{hf_name}.bias", dimensions=dimensions
+            )
         return module
 
     def _laid_out(self, weight: BaseParam, **layout: Any) -> BaseParam:

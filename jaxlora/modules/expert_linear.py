@@ -15,13 +15,14 @@ from jaxlora.pallas_kernels import Dropout, Projection
 
 
 class ExpertLinear(nnx.Module):
-    """`x W[e] + scaling[g] * dropout(x) A[g, e] B[g, e]`, e and g by row.
+    """`x W[e] + bias[e] + scaling[g] * dropout(x) A[g, e] B[g, e]`, e and g by row.
 
     All experts have the same rank and scaling in a slot. Of the variants of LoRA, there
     is LoRA alone.
 
     Attributes:
         kernel: Frozen weights W, X K N.
+        bias: Frozen bias, X N, or None.
         lora_a: A of each slot and expert, G X K R.
         lora_b: B of each slot and expert, G X R N.
         scaling: `lora_alpha / rank` of each slot, G.
@@ -36,6 +37,7 @@ class ExpertLinear(nnx.Module):
         *,
         num_experts: int,
         slots: SlotShape | None = None,
+        use_bias: bool = False,
         dtype: DTypeLike = jnp.bfloat16,
         projection: int = 0,
     ):
@@ -46,11 +48,13 @@ class ExpertLinear(nnx.Module):
             out_features: N.
             num_experts: X.
             slots: Shape of the slot tables; None: plain frozen linears.
+            use_bias: Whether they add biases.
             dtype: Dtype of kernels and activations.
             projection: Keys the dropout masks; differs between linears that share x.
         """
         k, n, x = in_features, out_features, num_experts
         self.kernel = BaseParam(jnp.zeros((x, k, n), dtype))
+        self.bias = BaseParam(jnp.zeros((x, n), dtype)) if use_bias else None
         self.projection, self.slots = projection, slots
         if slots is None:
             return
@@ -79,11 +83,12 @@ class ExpertLinear(nnx.Module):
             num_adapters: Number of slots of the linears that run together, if this one
                 has none.
         """
-        w = self.kernel[...]
+        w, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if self.slots is None:
             (x, k, n), g = w.shape, num_adapters
             return Projection(
                 w=w,
+                bias=bias,
                 a=jnp.zeros((x * g, k, 1), jnp.float32),
                 b=jnp.zeros((x * g, 1, n), jnp.float32),
                 scaling=jnp.zeros(g, jnp.float32),
@@ -95,6 +100,7 @@ class ExpertLinear(nnx.Module):
             dropout = Dropout(key, self.dropout[...], routing.token_index)
         return Projection(
             w=w,
+            bias=bias,
             a=self._by_slot(LORA_A),
             b=self._by_slot(LORA_B),
             scaling=live_scaling(self.scaling[...], rank),
