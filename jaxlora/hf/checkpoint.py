@@ -69,6 +69,11 @@ class Checkpoint:
         """Our paths of the linears of the decoder layers."""
         return tuple(linear_path(name) for name in linear_names(self.config))
 
+    @functools.cached_property
+    def kernel_paths(self) -> frozenset[str]:
+        """Our paths of the weights of these linears."""
+        return frozenset(f"{path}.kernel" for path in self.linear_paths)
+
     @property
     def layout(self) -> StorageLayout | None:
         """Storage format of the linears by config.json; None: dense weights."""
@@ -83,9 +88,8 @@ class Checkpoint:
     @functools.cached_property
     def quantized(self) -> dict[str, StoredLinear]:
         """The quantized linears, by our path of the kernel."""
-        paths = {f"{path}.kernel" for path in self.linear_paths}
         parts = (part for spec in self.specs() for part in spec.parts)
-        specs = (part for part in parts if part.path in paths)
+        specs = (part for part in parts if part.path in self.kernel_paths)
         return find_stored_linears(self.layout, specs, self.files)
 
     @functools.cached_property

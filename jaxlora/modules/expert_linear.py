@@ -6,12 +6,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxlora.modules.base_param import BaseParam, SlotVariable
+from jaxlora.modules.quantized_kernel import QuantizedKernel
 from jaxlora.modules.routing import Place, Routing, live_scaling
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.lora import VARIANT as LORA
 from jaxlora.modules.variants.variant import TrainedTensor
-from jaxlora.pallas_kernels import Dropout, Projection
+from jaxlora.pallas_kernels import Dropout, Projection, QuantizedWeight
 
 
 class ExpertLinear(nnx.Module):
@@ -21,7 +22,7 @@ class ExpertLinear(nnx.Module):
     is LoRA alone.
 
     Attributes:
-        kernel: Frozen weights W, X K N.
+        kernel: Frozen weights W, X K N, or quantized ones.
         lora_a: A of each slot and expert, G X K R.
         lora_b: B of each slot and expert, G X R N.
         scaling: `lora_alpha / rank` of each slot, G.
@@ -38,6 +39,7 @@ class ExpertLinear(nnx.Module):
         slots: SlotShape | None = None,
         dtype: DTypeLike = jnp.bfloat16,
         projection: int = 0,
+        kernel: QuantizedWeight | None = None,
     ):
         """Makes the linears, with weights of zero and empty slots.
 
@@ -48,9 +50,15 @@ class ExpertLinear(nnx.Module):
             slots: Shape of the slot tables; None: plain frozen linears.
             dtype: Dtype of kernels and activations.
             projection: Keys the dropout masks; differs between linears that share x.
+            kernel: Quantized weights, whose arrays have a first axis of X; None: those
+                of zero in `dtype`.
         """
-        k, n, x = in_features, out_features, num_experts
-        self.kernel = BaseParam(jnp.zeros((x, k, n), dtype))
+        self.sizes = x, k, n = num_experts, in_features, out_features
+        self.kernel = (
+            BaseParam(jnp.zeros(self.sizes, dtype))
+            if kernel is None
+            else QuantizedKernel(kernel)
+        )
         self.projection, self.slots = projection, slots
         if slots is None:
             return
@@ -79,9 +87,10 @@ class ExpertLinear(nnx.Module):
             num_adapters: Number of slots of the linears that run together, if this one
                 has none.
         """
-        w = self.kernel[...]
+        own = self.kernel
+        w = own.weight if isinstance(own, QuantizedKernel) else own[...]
         if self.slots is None:
-            (x, k, n), g = w.shape, num_adapters
+            (x, k, n), g = self.sizes, num_adapters
             return Projection(
                 w=w,
                 a=jnp.zeros((x * g, k, 1), jnp.float32),

@@ -80,10 +80,13 @@ class StorageLayout(abc.ABC):
     Attributes:
         kind: Name of the layout, for messages.
         format: Name in `FORMATS` of the weights after they were loaded.
+        is_of_experts: Whether checkpoints store experts alone so, which is assumed
+            where their weights are not there.
     """
 
     kind: str
     format: str
+    is_of_experts: bool = False
 
     @abc.abstractmethod
     def tensors(

@@ -103,7 +103,11 @@ class Experts(nnx.Module):
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
-        gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
+        copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
+        calls = [before] if len(formats) == 1 else [[p] for p in before]
+        gate, up = (
+            y for call in calls for y in expert_linears(copies, call, plan, **kernels)
+        )
         return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
 
 
