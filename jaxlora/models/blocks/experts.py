@@ -154,9 +154,13 @@ class Experts(nnx.Module):
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
-        read = expert_linears(gather_rows(x, plan), before, plan, **kernels)
+        copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
+        calls = [before] if len(formats) == 1 else [[p] for p in before]
+        read = [
+            y for call in calls for y in expert_linears(copies, call, plan, **kernels)
+        ]
         if own.fused:
-            read = read[0][:, 0::2], read[0][:, 1::2]
+            read = [read[0][:, 0::2], read[0][:, 1::2]]
         return expert_output(self.activation(*read), after, weights, plan, **kernels)
 
 

@@ -35,8 +35,6 @@ from jaxlora.models.hf_config import (
 )
 from jaxlora.models.layer import DecoderLayer
 
-# Checkpoints have tensors of all experts, as they are or in MXFP4.
-_EXPERTS = r"(\.experts\.\w+_proj)"
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -110,12 +108,7 @@ class GptOss(Mixture):
         models="gpt-oss",
         layer=GptOssLayer,
         undivided=UNDIVIDED,
-        renamed=(
-            (_EXPERTS + "$", r"\1.weight"),
-            (_EXPERTS + "_bias$", r"\1.bias"),
-            (_EXPERTS + "_blocks$", r"\1.weight"),
-            (_EXPERTS + "_scales$", r"\1.scales"),
-        ),
+        has_fused_experts=True,
     )
     MODEL: ClassVar[type[ModelConfig]] = GptOssModel
     IGNORED: ClassVar[frozenset[str]] = frozenset(
