@@ -1,8 +1,8 @@
 """Opens a checkpoint folder and checks that its config and its tensors agree."""
 
+import collections
 import dataclasses
 import functools
-import itertools
 import logging
 import pathlib
 import re
@@ -34,7 +34,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales)?")
-_EXPERT = re.compile(r"(.*\.experts)\.\d+(\.\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\.\w+)\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -191,19 +191,22 @@ class Checkpoint:
         self, tensors: Iterable[tuple[str, np.ndarray]]
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields tensors, with experts as one X K N where checkpoints have that."""
-
-        def whole(tensor: tuple[str, np.ndarray]) -> str:
-            return _EXPERT.sub(r"\1\2", tensor[0])
-
         if not self._has_fused_experts:
             yield from tensors
             return
-        for name, group in itertools.groupby(tensors, whole):
-            first, *others = group
-            if first[0] == name:
-                yield first
-            else:
-                yield name, np.stack([array.T for _, array in (first, *others)])
+        places = {name: _EXPERT.fullmatch(name) for name in self.files}
+        numbers = collections.Counter(m[1] + m[3] for m in places.values() if m)
+        stacks: dict[str, dict[int, np.ndarray]] = {}
+        for name, array in tensors:
+            if (match := places.get(name)) is None:
+                yield name, array
+                continue
+            whole = match[1] + match[3]
+            stack = stacks.setdefault(whole, {})
+            stack[int(match[2])] = array.T
+            if len(stack) == numbers[whole]:
+                del stacks[whole]
+                yield whole, np.stack([stack[i] for i in sorted(stack)])
 
 
 def with_values(config_json: Mapping[str, Any], **values: Any) -> dict[str, Any]:
