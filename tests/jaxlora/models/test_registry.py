@@ -56,6 +56,10 @@ OTHER_LINEARS = {
     ),
     "olmoe": OF_EXPERTS,
     "mixtral": OF_EXPERTS,
+    "gpt_oss": (
+        *LINEARS[:4],
+        *(f"mlp.experts.{name}_proj" for name in ("gate_up", "down")),
+    ),
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
@@ -77,6 +81,7 @@ MORE = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
     "olmoe": FEW,
     "mixtral": FEW,
+    "gpt_oss": FEW,
     "granitemoehybrid": DENSE,
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 24},
 }
