@@ -200,8 +200,11 @@ class LayerBuilder:
             in_features: K.
             out_features: N.
             experts: The mixture.
-            role: Whether it reads or writes hidden states. No device has a part of it.
+            role: Whether it reads or writes hidden states. No device has a part of it,
+                but the axis `expert` divides the experts.
         """
+        held = experts.number // self.config.expert_parts
+        experts = dataclasses.replace(experts, number=held)
         linear = LayerLinear(
             name=name,
             in_features=in_features,

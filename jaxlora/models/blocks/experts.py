@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.blocks.mlp import Mlp, swiglu
@@ -14,6 +15,7 @@ from jaxlora.models.config import ExpertShape, ModelConfig
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
 from jaxlora.pallas_kernels import (
+    LINEAR_RESULTS,
     Dropout,
     Projection,
     expert_linears,
@@ -21,6 +23,7 @@ from jaxlora.pallas_kernels import (
     gather_rows,
     route_rows,
 )
+from jaxlora.sharding.expert import all_rows, first_expert, from_experts, to_experts
 
 
 class ExpertLinears(nnx.Module):
@@ -37,7 +40,8 @@ class Experts(nnx.Module):
     """The weighted outputs of the MLPs that a router chooses for each row.
 
     Each linear of an expert takes LoRA; the router and the gate of a shared expert do
-    not. A row is copied to its experts, so no other row has a part in its result.
+    not. A row is copied to its experts, so no other row has a part in its result. If
+    devices share the experts, each runs its own for the rows of all.
     """
 
     def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
@@ -49,6 +53,7 @@ class Experts(nnx.Module):
             shape: The mixture.
         """
         self.shape, self.implementation = shape, make.options.implementation
+        self.parts = config.expert_parts
         self.gate = make.weight(
             (config.hidden_size, shape.number),
             "mlp.gate.weight",
@@ -93,18 +98,43 @@ class Experts(nnx.Module):
         routing: Routing,
     ) -> Float[Array, "T D"]:
         """Returns the weighted outputs of the experts that rows have chosen."""
-        own = self.experts
+        own, num_held, first_one = self.experts, self.shape.number // self.parts, 0
+        if self.parts > 1:
+            x, weights, routing = to_experts(x), to_experts(weights), _of_all(routing)
+            first_one = first_expert(num_held)
+            chosen = all_rows(chosen) - first_one
         first, last = (own.gate_proj, own.up_proj), own.down_proj
         slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
-        plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
+        plan = route_rows(
+            chosen,
+            blocks,
+            num_held,
+            num_adapters,
+            num_parts=self.parts,
+            first_expert=first_one,
+        )
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
         gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
-        return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
+        y = expert_output(swiglu(gate, up), after, weights, plan, **kernels)
+        if self.parts == 1:
+            return y
+        # A policy that saves the results of linears exchanges nothing again.
+        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
+
+
+def _of_all(routing: Routing) -> Routing:
+    """Returns the routing of the rows of all devices that share the experts."""
+    index = routing.token_index
+    return dataclasses.replace(
+        routing,
+        block_adapter=all_rows(routing.block_adapter),
+        token_index=None if index is None else all_rows(index),
+    )
 
 
 def _all_drop(projections: Sequence[Projection]) -> list[Projection]:
