@@ -25,6 +25,8 @@ from jaxlora.pallas_kernels import (
 )
 from jaxlora.sharding.expert import all_rows, first_expert, from_experts, to_experts
 
+CHOSEN = "chosen experts"  # name of each layer's choices in a trace, for reports
+
 
 class ExpertLinears(nnx.Module):
     """The linears of the experts, whose names are those of one MLP."""
@@ -169,4 +171,4 @@ def choose_experts(
     weights = jnp.where(is_chosen, shares[:, None], 0).sum(axis=-1)
     if shape.normalizes:
         weights /= weights.sum(axis=-1, keepdims=True)
-    return weights, chosen
+    return weights, checkpoint_name(chosen, CHOSEN)

@@ -2,20 +2,26 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxlora.adapters.exchange import exchanged_slots
+from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
 from jaxlora.models.division import part_shapes, weight_specs
+from jaxlora.models.forward import SlotKeys
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import check_experts_divide
-from jaxlora.train.execute.step import CompiledSteps
+from jaxlora.train.execute.stage_passes import StagePasses
+from jaxlora.train.execute.step import CompiledSteps, optimizer_inputs
+from scripts.bench.mesh.routes import num_changed, with_chosen
 from tests import tiny
 from tests.jaxlora.models.test_tensor_parallel import (
     KEYS,
@@ -92,43 +98,64 @@ def compiled(
     return placement, CompiledSteps(spec.divided(**axes), placement)
 
 
-def step_of(mesh: str | None, change=lambda params: params, only=None, **options):
-    """Returns losses, gradients and norms of four microbatches, by slot."""
-    spec = spec_of(**options)
-    placement, steps = compiled(spec, mesh)
-    own = steps.arguments.spec
-    base, specs = random(spec.base_shapes(), 0), weight_specs(own)
-    put = jax.device_put
-    base = {p: put(x, placement.sharding(specs[p])) for p, x in base.items()}
-    state = steps.make_empty()
-    params = change(random(spec.adapter_shapes(), 1))
-    params = {n: put(x, state.params[n].sharding) for n, x in params.items()}
-    pending, losses = state.pending, 0
-    lanes = microbatches(only)
-    for ticks in [[one] for one in lanes] if mesh is None else [lanes]:
-        given = base, params, pending, settings(spec), joined(ticks), KEYS
-        pending, out, _ = steps.accumulate(*given)
-        losses += np.asarray(out.loss, np.float64).reshape(-1, SLOTS).sum(0)
-    for slot in exchanged_slots(range(SLOTS), placement):
-        pending = steps.exchange(pending, slot)
-    norms = np.asarray(steps.measure(pending).squares)
-    gradients = jax.tree.map(np.asarray, pending.gradients)
-    if mesh is not None:
-        gradients = {name: x[0] for name, x in gradients.items()}
-    return losses, gradients, norms
+class Step(NamedTuple):
+    """A step of four microbatches; the first axis of each array is that of slots."""
+
+    losses: np.ndarray
+    gradients: dict[str, np.ndarray]
+    norms: np.ndarray
+    after: dict[str, Any]
 
 
 @functools.cache
-def wanted():
-    return step_of(None)
+def step_of(mesh: str | None, wild=None, only=None, **options) -> Step:
+    """Trains for a step on a mesh; None: on one device.
+
+    Args:
+        mesh: The mesh.
+        wild: A slot whose adapters are not finite.
+        only: The slot whose rows are not padding; None: all.
+        **options: Options of the decoder.
+    """
+    spec = spec_of(**options)
+    placement, steps = compiled(spec, mesh)
+    put, specs = jax.device_put, weight_specs(steps.arguments.spec)
+    base = random(spec.base_shapes(), 0)
+    base = {p: put(x, placement.sharding(specs[p])) for p, x in base.items()}
+    state, params = steps.make_empty(), random(spec.adapter_shapes(), 1)
+    if wild is not None:
+        for table in params.values():
+            table[wild] = np.nan
+    params = {n: put(x, state.params[n].sharding) for n, x in params.items()}
+    pending, losses, own = state.pending, 0, settings(spec)
+    lanes = microbatches(only)
+    for ticks in [[one] for one in lanes] if mesh is None else [lanes]:
+        given = own, joined(ticks), KEYS
+        pending, out, _ = steps.accumulate(base, params, pending, *given)
+        losses += np.asarray(out.loss, np.float64).reshape(-1, SLOTS).sum(0)
+    for slot in exchanged_slots(range(SLOTS), placement):
+        pending = steps.exchange(pending, slot)
+    gradients = jax.tree.map(np.asarray, pending.gradients)
+    if mesh is not None:
+        gradients = {name: x[0] for name, x in gradients.items()}
+    norms = np.asarray(steps.measure(pending).squares)
+    state = dataclasses.replace(state, params=params, pending=pending)
+    state, _ = steps.step(state, inputs(spec), (), own["rank"])
+    after = {"params": state.params} | state.optimizer_state
+    return Step(losses, gradients, norms, jax.tree.map(np.asarray, after))
 
 
-def assert_same(found, one, slots=slice(None)):
-    for ours, theirs in zip(found[::2], one[::2], strict=True):
-        assert relative_error(ours[slots], theirs[slots]) < ROUNDING
-    for name, gradient in one[1].items():
-        assert gradient.any(), name
-        assert relative_error(found[1][name][slots], gradient[slots]) < ROUNDING, name
+def inputs(spec: DecoderSpec) -> OptimizerInputs:
+    """Inputs of a step of all slots, whose gradients are clipped."""
+    found = optimizer_inputs({}, {}, spec.slots)
+    ones = np.ones(SLOTS, np.float32)
+    return dataclasses.replace(
+        found,
+        step_mask=ones > 0,
+        learning_rate=0.01 * ones,
+        max_norm=0.5 * ones,
+        settings=jax.tree.map(lambda x: 0.5 * ones, found.settings),
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,35 +168,60 @@ def assert_same(found, one, slots=slice(None)):
         pytest.param("expert=4", {"remat": "mlp"}, marks=pytest.mark.grid),
     ],
 )
-def test_losses_gradients_and_norms(mesh, options):
-    assert_same(step_of(mesh, **options), wanted())
+def test_losses_gradients_norms_and_the_step(mesh, options):
+    found, one = step_of(mesh, **options), step_of(None)
+    pairs = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(found), strict=True)
+    for (path, wanted), actual in pairs:
+        assert wanted.any(), path
+        assert relative_error(actual, wanted) < ROUNDING, path
 
 
-def test_no_bit_depends_on_the_rows_of_other_slots():
-    together = step_of("expert=4")
+@pytest.mark.parametrize("mesh", [None, "expert=4"])
+def test_no_bit_depends_on_the_rows_of_other_slots(mesh):
+    """These are padding, or those of a slot that has no finite number.
+
+    The routes of its rows are valid, and all that it makes stays in its own rows.
+    """
+    together, wild = step_of(mesh), step_of(mesh, wild=1)
+    assert np.isfinite(wild.losses).tolist() == [True, False, True]
     for slot in range(SLOTS):
-        losses, gradients, norms = step_of("expert=4", only=slot)
-        assert losses[slot] == together[0][slot]
-        assert norms[slot] == together[2][slot]
-        for name, gradient in gradients.items():
-            assert np.array_equal(gradient[slot], together[1][name][slot]), name
+        for other in [step_of(mesh, only=slot), *([] if slot == 1 else [wild])]:
+            pairs = zip(*map(jax.tree.leaves, (together, other)), strict=True)
+            assert all(np.array_equal(x[slot], y[slot]) for x, y in pairs)
 
 
-def test_what_is_not_finite_stays_in_its_slot():
-    """Its rows are routed, too: no expert's rows are those of two slots."""
+def chosen(mesh: str | None, dtype: str) -> list[np.ndarray]:
+    """Returns the experts of the tokens in each layer."""
+    spec = spec_of()
+    spec = dataclasses.replace(
+        spec, options=dataclasses.replace(spec.options, dtype=jnp.dtype(dtype))
+    )
+    placement, steps = compiled(spec, mesh)
+    arguments = steps.arguments
+    put, specs = jax.device_put, weight_specs(arguments.spec)
+    base = random(spec_of().base_shapes(), 0)
+    base = {
+        p: put(x.astype(dtype), placement.sharding(specs[p])) for p, x in base.items()
+    }
+    params = random(spec.adapter_shapes(), 1)
+    run = with_chosen(StagePasses(arguments.spec, placement).evaluate)
+    takes, gives = ("base", "params", "settings", "batch", "keys"), ("losses", "batch")
+    program = arguments.program("routes", run, takes, gives)
+    found = []
+    lanes = microbatches()
+    for ticks in [[one] for one in lanes] if mesh is None else [lanes]:
+        _, own = program(base, params, settings(spec), joined(ticks), SlotKeys())
+        found.append(np.asarray(own[0]))
+    return [np.sort(np.concatenate(found), axis=-1)]
 
-    def diverged(params):
-        return {
-            n: np.where(np.arange(SLOTS)[:, None, None, None] == 1, np.nan, x)
-            for n, x in params.items()
-        }
 
-    found, together = step_of("expert=4", diverged), step_of("expert=4")
-    assert np.isfinite(found[0]).tolist() == [True, False, True]
-    for slot in (0, 2):
-        assert found[0][slot] == together[0][slot]
-        for name, gradient in found[1].items():
-            assert np.array_equal(gradient[slot], together[1][name][slot]), name
+def test_routes_that_change_are_counted_by_layer():
+    """Devices that share the experts add up rows in another order."""
+    is_token = np.asarray(joined(microbatches()).segment_ids) >= 0
+    whole = chosen(None, "float32")
+    assert num_changed(whole, chosen("expert=4", "float32"), is_token) == [0]
+    (changed,) = num_changed(whole, chosen(None, "bfloat16"), is_token)
+    assert 0 < changed < 0.1 * is_token.sum()
 
 
 def test_where_weights_and_tables_are():
