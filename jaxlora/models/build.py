@@ -197,11 +197,14 @@ class LayerBuilder:
             in_features: K.
             out_features: N.
             experts: The mixture.
-            role: Whether it reads or writes hidden states. No device has a part of it.
+            role: Whether it reads or writes hidden states. No device has a part of it,
+                but the axis `expert` divides the experts.
             use_bias: Whether it adds a bias.
             is_one_tensor: Whether checkpoints have one tensor X K N of all experts,
                 which is read as one K N for each, and one of their biases.
         """
+        held = experts.number // self.config.expert_parts
+        experts = dataclasses.replace(experts, number=held)
         linear = LayerLinear(
             name=name,
             in_features=in_features,

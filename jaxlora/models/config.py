@@ -340,6 +340,8 @@ class ModelConfig:
         tie_embeddings: Whether the head is the transposed embedding.
         layer_windows: For each layer, how many tokens back a token sees, itself
             included; None sees all of its segment.
+        expert_parts: Number of devices among which the experts of each layer are
+            divided; this is the model of one of them. It is not in the `repr`, either.
 
     Raises:
         ValueError: The sizes contradict each other.
@@ -368,6 +370,7 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_embeddings: bool = False
     layer_windows: tuple[int | None, ...]
+    expert_parts: int = dataclasses.field(default=1, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "model_type", self.family.model_type)

@@ -23,6 +23,7 @@ from jaxlora.models.families.olmoe import Olmoe
 from jaxlora.models.families.phi import Phi3
 from jaxlora.models.families.qwen import Qwen2, Qwen3
 from jaxlora.models.families.qwen3_5 import QWEN3_5, Qwen35
+from jaxlora.models.families.qwen3_next import QWEN3_5_MOE, Qwen3Next, Qwen35Moe
 from jaxlora.models.families.qwen_moe import Qwen2Moe, Qwen3Moe
 from jaxlora.models.families.smollm3 import SmolLM3
 from jaxlora.models.hf_config import HfConfig, refuse_unread
@@ -52,11 +53,13 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Olmoe,
         Mixtral,
         GptOss,
+        Qwen3Next,
+        Qwen35Moe,
     )
 }
 # Models of which the text is one part.
 COMPOSITES: Mapping[str, Composite] = {
-    x.model_type: x for x in (MISTRAL3, QWEN3_5, GEMMA3, GEMMA4)
+    x.model_type: x for x in (MISTRAL3, QWEN3_5, GEMMA3, GEMMA4, QWEN3_5_MOE)
 }
 _EXPERTS = (
     "num_experts",

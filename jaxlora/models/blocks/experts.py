@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.blocks.mlp import Mlp, swiglu
@@ -16,6 +17,7 @@ from jaxlora.modules.expert_linear import ExpertLinear
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
 from jaxlora.pallas_kernels import (
+    LINEAR_RESULTS,
     Dropout,
     Projection,
     expert_linears,
@@ -23,6 +25,9 @@ from jaxlora.pallas_kernels import (
     gather_rows,
     route_rows,
 )
+from jaxlora.sharding.expert import all_rows, first_expert, from_experts, to_experts
+
+CHOSEN = "chosen experts"  # name of each layer's choices in a trace, for reports
 
 
 class ExpertLinears(nnx.Module):
@@ -69,7 +74,8 @@ class Experts(nnx.Module):
     """The weighted outputs of the MLPs that a router chooses for each row.
 
     Each linear of an expert takes LoRA; the router and the gate of a shared expert do
-    not. A row is copied to its experts, so no other row has a part in its result.
+    not. A row is copied to its experts, so no other row has a part in its result. If
+    devices share the experts, each runs its own for the rows of all.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Experts(nnx.Module):
                 all experts.
         """
         self.shape, self.implementation = shape, make.options.implementation
-        self.activation = activation
+        self.activation, self.parts = activation, config.expert_parts
         self.gate = make.weight(
             (config.hidden_size, shape.number),
             f"{router}.weight",
@@ -144,13 +150,24 @@ class Experts(nnx.Module):
         routing: Routing,
     ) -> Float[Array, "T D"]:
         """Returns the weighted outputs of the experts that rows have chosen."""
-        own = self.experts
+        own, num_held, first_one = self.experts, self.shape.number // self.parts, 0
+        if self.parts > 1:
+            x, weights, routing = to_experts(x), to_experts(weights), _of_all(routing)
+            first_one = first_expert(num_held)
+            chosen = all_rows(chosen) - first_one
         first, last = own.input_linears, own.down_proj
         slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
-        plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
+        plan = route_rows(
+            chosen,
+            blocks,
+            num_held,
+            num_adapters,
+            num_parts=self.parts,
+            first_expert=first_one,
+        )
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
@@ -161,7 +178,21 @@ class Experts(nnx.Module):
         ]
         if own.fused:
             read = [read[0][:, 0::2], read[0][:, 1::2]]
-        return expert_output(self.activation(*read), after, weights, plan, **kernels)
+        y = expert_output(self.activation(*read), after, weights, plan, **kernels)
+        if self.parts == 1:
+            return y
+        # A policy that saves the results of linears exchanges nothing again.
+        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
+
+
+def _of_all(routing: Routing) -> Routing:
+    """Returns the routing of the rows of all devices that share the experts."""
+    index = routing.token_index
+    return dataclasses.replace(
+        routing,
+        block_adapter=all_rows(routing.block_adapter),
+        token_index=None if index is None else all_rows(index),
+    )
 
 
 def _all_drop(projections: Sequence[Projection]) -> list[Projection]:
@@ -196,4 +227,4 @@ def choose_experts(
     weights = jnp.where(is_chosen, shares[:, None], 0).sum(axis=-1)
     if shape.normalizes:
         weights /= weights.sum(axis=-1, keepdims=True)
-    return weights, chosen
+    return weights, checkpoint_name(chosen, CHOSEN)
