@@ -10,6 +10,7 @@ from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.families.gemma import GEMMA3, Gemma2, Gemma3
 from jaxlora.models.families.gemma4 import GEMMA4, Gemma4
 from jaxlora.models.families.glm import Glm, Glm4
+from jaxlora.models.families.gpt_oss import GptOss
 from jaxlora.models.families.granite import Granite
 from jaxlora.models.families.granite4 import Granite4
 from jaxlora.models.families.llama import Llama
@@ -51,6 +52,7 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Qwen2Moe,
         Olmoe,
         Mixtral,
+        GptOss,
         Qwen3Next,
         Qwen35Moe,
     )

@@ -71,6 +71,14 @@ EXACT_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 48,
 }
+SINK_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 48,
+}
 GROWING_YARN = {
     "type": "yarn",
     "rope_type": "yarn",
@@ -904,6 +912,50 @@ CASES = {
         },
         {"num_experts_per_tok": 2},
     ),
+    "gpt_oss": (
+        {
+            **V4,
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "num_hidden_layers": 3,
+            "intermediate_size": 64,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 500.0,
+            "rope_scaling": SINK_YARN,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "experts_per_token": 3,
+            "swiglu_limit": 1.5,
+            "initial_context_length": 48,
+            "sliding_window": 8,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.9,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        {"swiglu_limit": 7.0},
+        {"rms_norm_eps": 1e-6},
+        {"sliding_window": 9},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"rope_scaling": {**SINK_YARN, "truncate": True}},
+    ),
+    # Rotary positions and the kinds of layers are those of most models.
+    "gpt_oss_v5": (
+        {
+            **V5,
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "head_dim": 16,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 2,
+            "swiglu_alpha": 1.2,
+            "tie_word_embeddings": False,
+        },
+        {"swiglu_alpha": 1.702},
+    ),
     "qwen3_next": (
         {
             **V4,
@@ -996,7 +1048,15 @@ CASES = {
     ),
 }
 # Cases with a seed of their own; the seeds of the others follow from their order.
-SEEDS = {"qwen3_next": 588, "qwen3_5_moe": 584, "qwen3_6_moe": 583}
+SEEDS = {
+    "gpt_oss": 1003,
+    "gpt_oss_v5": 1002,
+    "qwen3_next": 588,
+    "qwen3_5_moe": 584,
+    "qwen3_6_moe": 583,
+}
+# Models whose checkpoints have the experts of a layer in two tensors.
+FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe")
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
 RANK = 2
@@ -1026,8 +1086,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise *= 0.5
         if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
-        # Checkpoints of these have the experts of a layer in two tensors.
-        is_single = "experts" in name and config.model_type != "qwen3_5_moe"
+        is_single = "experts" in name and config.model_type not in FUSED_EXPERTS
         parts = unfused(name, noise) if is_single else {name: noise}
         if config.model_type == "mixtral":
             parts = {_mixtral_name(key): part for key, part in parts.items()}
@@ -1129,7 +1188,15 @@ def write_lora(folder: pathlib.Path, tokens: np.ndarray, seed: int) -> None:
 
     for name, weight in model.named_parameters():
         weight.requires_grad_(False)
-        if "experts" in name:
+        if "experts" in name and model.config.model_type == "gpt_oss":
+            prefix, kind = name.rsplit(".", 1)
+            if not kind.endswith("_bias"):
+                parts = [
+                    changed(f"{prefix}.{i}.{kind}", part.T).T
+                    for i, part in enumerate(weight)
+                ]
+                used[name] = torch.stack(parts)
+        elif "experts" in name:
             parts = [
                 changed(key.removesuffix(".weight"), part)
                 for key, part in unfused(name, weight).items()
@@ -1158,7 +1225,8 @@ def check_choices(folder: pathlib.Path, tokens: np.ndarray) -> None:
 
     for layer in getattr(model.model, "language_model", model.model).layers:
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.gate.register_forward_hook(hook)
+            router = getattr(layer.mlp, "gate", None) or layer.mlp.router
+            router.register_forward_hook(hook)
     with torch.no_grad():
         model(torch.from_numpy(tokens)[None])
     assert min(gaps) > 1e-4, f"{folder}: {gaps}; take another seed"

@@ -57,6 +57,10 @@ OTHER_LINEARS = {
     "qwen2_moe": WITH_SHARED,
     "olmoe": OF_EXPERTS,
     "mixtral": OF_EXPERTS,
+    "gpt_oss": (
+        *LINEARS[:4],
+        *(f"mlp.experts.{name}_proj" for name in ("gate_up", "down")),
+    ),
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
@@ -86,6 +90,7 @@ MORE = {
     "qwen3_5_moe_text": SHARED,
     "olmoe": FEW,
     "mixtral": FEW,
+    "gpt_oss": FEW,
     "granitemoehybrid": DENSE,
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 24},
 }
