@@ -276,6 +276,8 @@ class Family:
             None: it can.
         composite: The model of which it is the text part; None: it is by itself.
         others: Starts of names of tensors in checkpoints that are of other parts.
+        has_fused_experts: Whether checkpoints have one tensor X K N of each linear of
+            all experts, or the two of MXFP4, which are X N K.
         renamed: Regular expressions for parts of names of tensors in checkpoints, and
             what stands here in their place; the first that is found counts.
     """
@@ -288,6 +290,7 @@ class Family:
     undivided: str | None = None
     composite: Composite | None = None
     others: tuple[str, ...] = ()
+    has_fused_experts: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
 
     def text_name(self, name: str) -> str | None:

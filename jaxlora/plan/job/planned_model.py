@@ -138,7 +138,7 @@ def with_derived(model: FrozenModel, spec: DecoderSpec) -> FrozenModel:
         )
     )
     for path, arrays in _quantized_kernels(model.params).items():
-        found = _completed(base.options, path, arrays, division)
+        found = _completed(base.options_of(path), path, arrays, division)
         params |= {f"{path}.{field}": array for field, array in found.items()}
     return dataclasses.replace(model, params=params)
 
