@@ -26,6 +26,36 @@ SMALL_BLOCK = 16  # rows of the smallest block, of which tensor cores sum the pr
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedBlocks:
+    """Blocks of 64 rows with the slots that share them: an entry for each two.
+
+    A slot's rows in a block are consecutive, and whole blocks of 16.
+
+    Attributes:
+        block: Block of 64 rows of each entry, in order of slot.
+        slot: Slot of each entry; -1 for padding.
+        rows: The slot's first row in the block, and the row after its last, of each
+            entry, as `first << 8 | after`.
+        starts: Number of entries before each slot's, and of all.
+        first: First block of 16 rows of each slot.
+        color: Number of each slot from 0 to 3, in which those of a block differ.
+        small: Slot of each block of 16 rows; -1 for padding.
+        small_starts: Number of these before each slot's, and of all but padding.
+    """
+
+    block: Int[Array, " NE"]
+    slot: Int[Array, " NE"]
+    rows: Int[Array, " NE"]
+    starts: Int[Array, " XG1"]
+    first: Int[Array, " XG"]
+    color: Int[Array, " XG"]
+    small: Int[Array, " NB"]
+    small_starts: Int[Array, " XG1"]
+
+
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowPlan:
     """Where the copies of T tokens for k experts each are; see `route_rows`.
 
@@ -45,6 +75,7 @@ class RowPlan:
         fits: Whether all copies have a row. If not, `combine_rows` returns NaN.
         first_expert: Number in the layer of the first of these experts, which keys
             dropout masks.
+        shared: If blocks have 16 rows, those of 64 with their slots; else None.
         num_adapters: G.
         usual_rows: About how many rows are in such tiles, as launches are planned.
     """
@@ -58,6 +89,7 @@ class RowPlan:
     num_tiles: Int[Array, " 1"]
     fits: Bool[Array, ""]
     first_expert: Int[Array, ""]
+    shared: SharedBlocks | None
     num_adapters: int = dataclasses.field(metadata={"static": True})
     usual_rows: int = dataclasses.field(metadata={"static": True})
 
@@ -182,6 +214,9 @@ def route_rows(
         num_tiles=jnp.minimum(last_tile[-1:], blocks // of_tile),
         fits=last_tile[-1] * of_tile <= blocks,
         first_expert=jnp.asarray(first_expert, jnp.int32),
+        shared=None
+        if block_rows == TILE_TOKENS
+        else _shared(first, group, slot, starts),
         num_adapters=num_adapters,
         usual_rows=_usual_rows(t * k // num_parts, *sizes),
     )
@@ -230,6 +265,48 @@ def _blocks_of(
     order = first[of_rank] + index - (after - group)[of_rank]
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), after])
     return jnp.where(is_live, slot, -1), jnp.clip(order, 0, blocks - 1), starts
+
+
+def _shared(
+    first: Int[Array, "X G"],
+    group: Int[Array, "X G"],
+    small: Int[Array, " NB"],
+    small_starts: Int[Array, " XG1"],
+) -> SharedBlocks:
+    """Returns the blocks of 64 rows with the slots that share them.
+
+    Args:
+        first: First block of 16 rows of each slot.
+        group: Number of them.
+        small: See `SharedBlocks`.
+        small_starts: See `SharedBlocks`.
+    """
+    of_block, has_rows = TILE_TOKENS // SMALL_BLOCK, (group > 0).astype(jnp.int32)
+    color = (jnp.cumsum(has_rows, 1, dtype=jnp.int32) - has_rows) % of_block
+    first, group = first.reshape(-1), group.reshape(-1)
+    after = first + group
+    number = jnp.where(group > 0, (after - 1) // of_block - first // of_block + 1, 0)
+    ends = jnp.cumsum(number, dtype=jnp.int32)
+    most = small.shape[0] // of_block + first.shape[0]
+    index = jnp.arange(most, dtype=jnp.int32)
+    slot = (ends <= index[:, None]).sum(1, dtype=jnp.int32)
+    is_entry = slot < first.shape[0]
+    own = jnp.minimum(slot, first.shape[0] - 1)
+    block = first[own] // of_block + index - (ends - number)[own]
+    begin, end = (
+        jnp.clip(one[own] - block * of_block, 0, of_block) * SMALL_BLOCK
+        for one in (first, after)
+    )
+    return SharedBlocks(
+        block=jnp.where(is_entry, block, 0),
+        slot=jnp.where(is_entry, own, -1),
+        rows=jnp.where(is_entry, begin << 8 | end, 0),
+        starts=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+        first=first,
+        color=color.reshape(-1),
+        small=small,
+        small_starts=small_starts,
+    )
 
 
 def rows_at(

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords, mask_words
-from jaxlora.pallas_kernels.expert_rows import SMALL_BLOCK, RowPlan
+from jaxlora.pallas_kernels.expert_rows import RowPlan, SharedBlocks
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.projection import (
     RANK_STEP,
@@ -58,29 +58,6 @@ def unsupported_linear(
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
-    """Blocks of 64 rows that several slots of an expert share, in groups of 16 rows.
-
-    An entry of `Blocks.order` is a block with one of its slots, whose rows in it are
-    consecutive.
-
-    Attributes:
-        slot: Slot of each entry; -1 for entries of padding.
-        rows: The slot's first row in the block, and the row after its last, of each
-            entry, as `first << 8 | after`.
-        of_group: Slot of each group of 16 rows; -1 for padding.
-        first: The first of each slot's groups.
-        starts: Number of groups before each slot's, and of all that are no padding.
-    """
-
-    slot: Int[Array, " NE"]
-    rows: Int[Array, " NE"]
-    of_group: Int[Array, " NG"]
-    first: Int[Array, " G"]
-    starts: Int[Array, " G1"]
-
-
-@dataclasses.dataclass(frozen=True)
 class Blocks:
     """Blocks of 64 token rows, each with one slot unless they are shared.
 
@@ -100,7 +77,7 @@ class Blocks:
     starts: Int[Array, " G1"]
     num_tiles: Int[Array, " 1"] | None = None
     usual_number: int | None = None
-    shared: Shared | None = None
+    shared: SharedBlocks | None = None
 
     @property
     def planned_number(self) -> int:
@@ -139,34 +116,10 @@ def make_blocks(
 def blocks_of(plan: RowPlan) -> Blocks:
     """Returns the blocks of experts' rows."""
     usual, num_tiles = plan.usual_rows // TILE_TOKENS, plan.num_tiles
-    if plan.block_rows == TILE_TOKENS:
+    if (shared := plan.shared) is None:
         return Blocks(plan.slot, plan.order, plan.starts, num_tiles, usual)
-    assert plan.block_rows == SMALL_BLOCK
-    groups = TILE_TOKENS // SMALL_BLOCK  # of a block
-    slot = plan.slot.reshape(-1, groups)[:, 0]
-    (num_slots,), (num_groups,) = plan.starts[1:].shape, plan.slot.shape
-    own = plan.starts[1:] - plan.starts[:-1]
-    first = plan.order[jnp.minimum(plan.starts[:-1], num_groups - 1)]
-    last = first + own - 1
-    entries = jnp.where(own > 0, last // groups - first // groups + 1, 0)
-    ends = jnp.cumsum(entries, dtype=jnp.int32)
-    index = jnp.arange(slot.shape[0] + num_slots, dtype=jnp.int32)
-    of_entry = (ends <= index[:, None]).sum(1, dtype=jnp.int32)
-    inside = jnp.minimum(of_entry, num_slots - 1)
-    order = first[inside] // groups + index - (ends - entries)[inside]
-    begin = jnp.clip(first[inside] - order * groups, 0, groups) * SMALL_BLOCK
-    end = jnp.clip(last[inside] + 1 - order * groups, 0, groups) * SMALL_BLOCK
-    is_entry = of_entry < num_slots
-    shared = Shared(
-        slot=jnp.where(is_entry, inside, -1),
-        rows=jnp.where(is_entry, begin << 8 | end, 0),
-        of_group=plan.slot,
-        first=first,
-        starts=plan.starts,
-    )
-    order = jnp.where(is_entry, order, 0)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    return Blocks(slot, order, starts, num_tiles, usual, shared)
+    slot = plan.slot.reshape(-1, TILE_TOKENS // plan.block_rows)[:, 0]
+    return Blocks(slot, shared.block, shared.starts, num_tiles, usual, shared)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from jaxlora.pallas_kernels.operands import Blocks
 
 _MIN_PART_BLOCKS = 8  # a part of fewer blocks costs more to add up than it saves
 _MIN_SPLIT_BLOCKS = 2 * _MIN_PART_BLOCKS  # of a slot with two parts
-ROW_BITS, BAD_BIT = 20, 28  # of the numbers in `PartTable.rows`
+_EXPERT_PART_BLOCKS = 64  # of experts, whose slots are many
+ROW_BITS, COLOR_BIT, BAD_BIT = 20, 26, 28  # of the numbers in `PartTable.rows`
 
 
 @typing.no_type_check  # JAX also builds it from references
@@ -30,8 +31,9 @@ class PartTable:
             its slot and is written to the result.
         num_parts: Number of parts; the entries after them are unused.
         rows: If blocks are shared: the first row of each part, counted from its first
-            block, the row after its last, and whether the sum's operands may not be
-            finite in other rows of these blocks, as `bad << 28 | first << 20 | after`.
+            block, the row after its last, the slot's color, and whether the sum's
+            operands may not be finite in other rows of these blocks, as
+            `bad << 28 | color << 26 | first << 20 | after`.
     """
 
     slot: Int[Array, " P"]
@@ -86,28 +88,29 @@ def make_parts(blocks: Blocks, max_parts: int, *, direct: bool = False) -> Parts
     # Shared blocks are divided between groups of 16 rows, as in blocks of their own.
     groups, starts, num_blocks = 1, blocks.starts, blocks.slot.shape[0]
     if (shared := blocks.shared) is not None:
-        groups, starts = TILE_TOKENS // SMALL_BLOCK, shared.starts
+        groups, starts = TILE_TOKENS // SMALL_BLOCK, shared.small_starts
     start, own = starts[:-1], starts[1:] - starts[:-1]
-    least = _MIN_PART_BLOCKS * groups
+    least_blocks = _MIN_PART_BLOCKS if blocks.num_tiles is None else _EXPERT_PART_BLOCKS
+    least = least_blocks * groups
     num_parts = jnp.clip(own // least, 1, max_parts)
     num_parts = num_parts if direct else jnp.where(own > 0, num_parts, 0)
     end = jnp.cumsum(num_parts, dtype=jnp.int32)
     first = end - num_parts
     num_slots = own.shape[0]
-    room = min(max_parts * num_slots, num_slots + num_blocks // _MIN_PART_BLOCKS)
+    room = min(max_parts * num_slots, num_slots + num_blocks // least_blocks)
     index = jnp.arange(room, dtype=jnp.int32)
     slot = (end <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     slot = jnp.minimum(slot, num_slots - 1)
     part = index - first[slot]
     divisor = jnp.maximum(num_parts[slot], 1)
     begin, after = (own[slot] * n // divisor for n in (part, part + 1))
-    equal = max(num_blocks // num_slots // _MIN_PART_BLOCKS, 1)
+    equal = max(num_blocks // num_slots // least_blocks, 1)
     row, first_row, num_rows, split_slots = index, first, room, None
     if direct:
-        # A slot with n parts has 8 n blocks or more, so its rows are its own.
+        # A slot with n parts has n times the least blocks, so its rows are its own.
         first_row = start // least
         row = jnp.where(num_parts[slot] > 1, first_row[slot] + part, -1)
-        num_rows = max(num_blocks // _MIN_PART_BLOCKS, 1)
+        num_rows = max(num_blocks // least_blocks, 1)
         split_slots = _split_slots(
             starts, num_parts > 1, num_blocks * groups, 2 * least
         )
@@ -119,7 +122,7 @@ def make_parts(blocks: Blocks, max_parts: int, *, direct: bool = False) -> Parts
         entry = blocks.starts[slot] + block - of_slot // groups
         number = jnp.where(after > begin, -(-after // groups) - block, 0)
         rows = [(one - block * groups) * SMALL_BLOCK for one in (begin, after)]
-        packed = rows[0] << ROW_BITS | rows[1]
+        packed = shared.color[slot] << COLOR_BIT | rows[0] << ROW_BITS | rows[1]
         table = dataclasses.replace(
             table, first_block=entry, num_blocks=number, rows=packed
         )

@@ -16,6 +16,7 @@ References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ from jaxlora.pallas_kernels.operands import (
     weigh,
 )
 from jaxlora.pallas_kernels.parts import Parts
-from jaxlora.pallas_kernels.projection import RANK_STEP, Projection
+from jaxlora.pallas_kernels.projection import RANK_STEP, KernelSettings, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import row_scale
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
@@ -89,9 +90,11 @@ def forward(
         return _fp8_forward(x, projections, weights, given)
     if s is None:
         a = [_swap_last_axes(a) for a in given.a]
+        settings = given.settings
         if given.blocks.shared is not None:
-            a = [_marked(one, p.b) for one, p in zip(a, projections, strict=True)]
-        s = shrink(x, a, given.settings, given.blocks, _masks(given))
+            each = zip(settings, projections, strict=True)
+            settings = [_marked(one, p.b) for one, p in each]
+        s = shrink(x, a, settings, given.blocks, _masks(given))
     y = []
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
@@ -112,18 +115,19 @@ def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
     return jnp.where(jnp.isfinite(table), table, 0)
 
 
-def _marked(
-    a: Float[Array, "G R K"], b: Float[Array, "G _ N"]
-) -> Float[Array, "G R K"]:
-    """Makes A NaN in slots whose B is not finite, which expand does not see."""
+def _marked(settings: KernelSettings, b: Float[Array, "G R N"]) -> KernelSettings:
+    """Makes s NaN in slots whose B is not finite, which expand does not see."""
+    assert settings.factor is not None and settings.index is not None
     is_finite = jnp.isfinite(b).all((1, 2))
-    return jnp.where(is_finite[:, None, None], a, jnp.nan)
+    factor = jnp.where(is_finite, settings.factor[settings.index[0]], jnp.nan)
+    own = settings.only("factor")
+    return dataclasses.replace(own, factor=factor[None], index=jnp.zeros(1, jnp.int32))
 
 
 def _bad_blocks(rows: Sequence[Float[Array, "T R"]]) -> Bool[Array, " NB"]:
     """Returns which blocks have rows of side products that are not finite."""
-    bad = [~jnp.isfinite(one.reshape(-1, ROWS * one.shape[1])).all(1) for one in rows]
-    return functools.reduce(jnp.logical_or, bad)
+    total = sum(one.astype(jnp.float32) for one in rows)
+    return ~jnp.isfinite(total).reshape(-1, ROWS * rows[0].shape[1]).all(1)
 
 
 def _masks(given: Operands) -> list[Mask]:

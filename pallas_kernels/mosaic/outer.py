@@ -35,7 +35,7 @@ from jaxlora.pallas_kernels.mosaic.ring import (
     stages_that_fit,
     zeros_like,
 )
-from jaxlora.pallas_kernels.parts import BAD_BIT, ROW_BITS, PartTable
+from jaxlora.pallas_kernels.parts import BAD_BIT, COLOR_BIT, ROW_BITS, PartTable
 
 TILE_COLUMNS = COMPUTE_WGS * STEP
 NARROW_COLUMNS = 2 * TILE_COLUMNS  # of a tile with few ranks
@@ -50,7 +50,6 @@ def outer_ring(
     width: int = STEP,
     columns: int = TILE_COLUMNS,
     transposed: bool = False,
-    is_shared: bool = False,
 ) -> RingShape:
     """Returns the ring of `Outer` for operands in a dtype.
 
@@ -64,7 +63,6 @@ def outer_ring(
         width: Ranks of a tile; with less than 64, the tiles of narrow are transposed.
         columns: Columns of a tile.
         transposed: Whether the result is.
-        is_shared: Whether blocks are shared. Then each warpgroup has a narrow tile.
     """
     own, tile = columns // COMPUTE_WGS, (ROWS, STEP)
     sums, sum_tile = 2 if num_projections == 1 else 1, (ROWS, STEP)
@@ -72,8 +70,7 @@ def outer_ring(
         sums, tile = _NARROW_SUMS, (width, ROWS)
         sum_tile = (width, own) if transposed else (own, width)
     sum_shape = sums, COMPUTE_WGS, *sum_tile
-    copies = COMPUTE_WGS if is_shared else 1
-    narrow = num_projections, copies, *tile
+    narrow = num_projections, *tile
     words = (num_projections, *(mask.outer if mask else (2, ROWS)))
     stage_bytes = 2 * (columns * ROWS + math.prod(narrow))
     stages = stages_that_fit(
@@ -81,7 +78,7 @@ def outer_ring(
     )
     return RingShape.of(
         num_stages=stages,
-        num_copies=1 + num_projections * (2 if mask else copies),
+        num_copies=1 + num_projections * (2 if mask else 1),
         wide_smem=Smem((stages, ROWS, columns), dtype),
         narrow_smem=Smem((stages, *narrow), dtype),
         words_smem=Smem.flat(stages, *words) if mask else None,
@@ -111,23 +108,22 @@ class Outer:
         ring: Barriers.
         wide_smem: Tiles of wide, [num_stages, 64, 128 or 256]; each warpgroup has one
             half of the columns.
-        narrow_smem: Tiles of narrow, [num_stages, P, 1, 64, 64]; those of fewer ranks,
-            [num_stages, P, 1, ranks, 64], and if blocks are shared, by warpgroup.
+        narrow_smem: Tiles of narrow, [num_stages, P, 64, 64]; those of fewer ranks,
+            [num_stages, P, ranks, 64].
         words_smem: Mask words that come with a stage, or None.
         sum_smem: Sums on their way to device memory, by copy in flight and warpgroup,
             [copies, 2, columns, ranks], float32, or [copies, 2, ranks, columns] if
             `transposed`.
         wide_gmem: x or dy, [T, K].
-        narrow_gmem: ds or s of each projection, [T, R]; [R, T] for narrow tiles.
+        narrow_gmem: ds or s of each projection, [T, R]; [R, T] for narrow tiles, or if
+            blocks are shared, [4 R, T], with zeros in the places of other slots' rows.
         out_gmem: Partial sums for each projection, [rows, K, R], float32; [rows, R, K]
             if `transposed`. `sum_parts` adds them up.
         result_gmem: The sums of slots with one part, [G, K, R] or [G, R, K], float32;
             None: all sums are partial.
         order_gmem: Blocks of 64 rows sorted by slot, [NB]; None: the blocks of a part
             are consecutive, and it has its first block itself.
-        parts: The parts of all slots' rows. If they have `rows`, blocks are shared, and
-            other slots' rows must not reach the sum. Zeros in their places in narrow
-            see to that, unless wide is not finite there.
+        parts: The parts of all slots' rows. If they have `rows`, blocks are shared.
         settings: `KernelSettings` of each projection, with only its own rows.
         masks: Dropout masks of wide for each projection; empty without dropout.
         shares: Number of items that share the parts of one tile.
@@ -153,7 +149,7 @@ class Outer:
     @property
     def _width(self) -> int:
         """Number of ranks of a tile."""
-        return self.narrow_smem.shape[3]
+        return self.narrow_smem.shape[2]
 
     @property
     def _columns(self) -> int:
@@ -227,18 +223,20 @@ class Outer:
         """Fills the stages of one item; returns the next step of the ring."""
         del index
         column, _, chunk = self._tile(item)
-        ranks = pl.ds(chunk * self._width, self._width)
 
-        def fill(stage, block):
+        def fill(stage, block, part):
+            first = chunk * self._width
+            if part.rows is not None:
+                first = (part.rows >> COLOR_BIT & 3) * self._width
+            ranks = pl.ds(first, self._width)
             rows, full = pl.ds(block * ROWS, ROWS), self.ring.stage_full.at[stage]
             columns = pl.ds(column, self._columns)
             wide_gmem = self.wide_gmem.at[rows, columns]
             plgpu.copy_gmem_to_smem(wide_gmem, self.wide_smem.at[stage], full)
             for p, narrow in enumerate(self.narrow_gmem):
                 at = (ranks, rows) if self._is_narrow else (rows, ranks)
-                for copy in range(self.narrow_smem.shape[2]):
-                    narrow_smem = self.narrow_smem.at[stage, p, copy]
-                    plgpu.copy_gmem_to_smem(narrow.at[at], narrow_smem, full)
+                narrow_smem = self.narrow_smem.at[stage, p]
+                plgpu.copy_gmem_to_smem(narrow.at[at], narrow_smem, full)
             for p, mask in enumerate(self.masks):
                 words_smem = self.words_smem.at[stage, p]
                 words = mask.outer_words(block, columns)
@@ -254,7 +252,7 @@ class Outer:
             def one(i, carry):
                 step, block = carry
                 following = self._block(part.first_block + i + 1)
-                fill(self.ring.acquire(step), block)
+                fill(self.ring.acquire(step), block, part)
                 return step + 1, following
 
             num_blocks = self._num_blocks(part, num_chunks, chunk)
@@ -281,63 +279,80 @@ class Outer:
                     stage = self.ring.wait(now)
                     if part.rows is not None:
                         self._clear_others(stage, part, now - step, wg)
+                    if self._is_narrow:
+                        self._multiply_narrow(accs, stage, wg, words)
+                        return
                     for p, acc in enumerate(accs):
-                        narrow_smem = self._narrow(stage, p, wg)
-                        if self._is_narrow:
-                            wide = self._wide(stage, wg, p, words)
-                            plgpu.wgmma(acc, wide, narrow_smem.transpose((1, 0)))
-                        elif self.transposed:
-                            wide_smem = self._half(stage, wg)
+                        narrow_smem = self.narrow_smem.at[stage, p]
+                        if self.transposed:
+                            wide_smem = self._own(stage, wg)
                             plgpu.wgmma(acc, narrow_smem.transpose((1, 0)), wide_smem)
                         else:
                             wide = self._wide(stage, wg, p, words)
                             plgpu.wgmma(acc, wide, narrow_smem)
 
-                num_in_flight = 0 if self.masks else len(accs)
+                in_registers = self.masks or self._is_narrow
+                num_in_flight = 0 if in_registers else len(accs)
                 after = self.ring.each_step(num_blocks, step, multiply, num_in_flight)
                 return [acc[...] for acc in accs], after
 
-            shape = self._own_columns if self._is_narrow else STEP, self._width
-            acc = plgpu.ACC(shape, jnp.float32)
-            accs = [acc] * len(self.narrow_gmem)
-            sums, step = pl.run_scoped(accumulate, *accs)
-            for p, total in enumerate(sums):
+            acc = plgpu.ACC((STEP, self._width), jnp.float32)
+            num_accs = len(self.narrow_gmem) * self._num_tiles
+            sums, step = pl.run_scoped(accumulate, *[acc] * num_accs)
+            for p in range(len(self.narrow_gmem)):
+                own = sums[p * self._num_tiles : (p + 1) * self._num_tiles]
                 # narrow was not written if the slot does not adapt the projection.
-                adapted = lax.broadcast(chunk < num_chunks[p], total.shape)
-                total = jnp.where(adapted, total, zeros_like(total))
-                buffer = lax.rem(i * len(sums) + p, jnp.int32(self.sum_smem.shape[0]))
-                self._store(total, p, part, (chunk, column), (buffer, wg))
+                adapted = lax.broadcast(chunk < num_chunks[p], own[0].shape)
+                own = [jnp.where(adapted, one, zeros_like(one)) for one in own]
+                number = i * len(self.narrow_gmem) + p
+                buffer = lax.rem(number, jnp.int32(self.sum_smem.shape[0]))
+                self._store(own, p, part, (chunk, column), (buffer, wg))
             return step
 
         return self._each_part(item, prefetched, step, read, compute_part)
 
-    def _half(self, stage, wg) -> Ref:
-        """Returns a warpgroup's columns of a stage's wide."""
-        own = self._own_columns
-        return self.wide_smem.at[stage, :, pl.ds(wg * own, own)]
+    @property
+    def _num_tiles(self) -> int:
+        """Number of tiles of 64 columns that a warpgroup has."""
+        return self._own_columns // STEP
 
-    def _narrow(self, stage, p, wg) -> Ref:
-        copy = wg if self.narrow_smem.shape[2] == COMPUTE_WGS else 0
-        return self.narrow_smem.at[stage, p, copy]
+    def _own(self, stage, wg, tile=0) -> Ref:
+        """Returns 64 of a warpgroup's columns of a stage's wide."""
+        start = wg * self._own_columns + tile * STEP
+        return self.wide_smem.at[stage, :, pl.ds(start, STEP)]
+
+    def _multiply_narrow(self, accs, stage, wg, words) -> None:
+        """Starts the products of a stage, with wide in registers.
+
+        In shared memory, each 64 x 16 of the left operand would take 32 cycles, however
+        few columns the other has, and again for each projection.
+        """
+        for tile in range(self._num_tiles):
+            wide = None
+            for p in range(len(self.narrow_gmem)):
+                if wide is None or self.masks:
+                    wide = self._wide(stage, wg, p, words, tile)
+                narrow = self.narrow_smem.at[stage, p].transpose((1, 0))
+                plgpu.wgmma(accs[p * self._num_tiles + tile], wide, narrow)
 
     def _clear_others(self, stage, part, i, wg) -> None:
-        """Puts zeros in the places of other slots' rows in a part's i-th block."""
-        begin = ((part.rows >> ROW_BITS) & (ROWS - 1)) - i * ROWS
+        """Puts zeros in the places of other slots' rows in a part's i-th block of wide.
+
+        The zeros in narrow suffice where wide is finite.
+        """
+        begin = (part.rows >> ROW_BITS & ROWS - 1) - i * ROWS
         end = (part.rows & (1 << ROW_BITS) - 1) - i * ROWS
+        is_bad = part.rows >> BAD_BIT
 
-        def clear(tile_smem, layout):
-            tile = plgpu.load(tile_smem, layout=layout, optimized=False)
-            row = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=layout)
-            inside = (row >= begin) & (row < end)
-            tile_smem[...] = jnp.where(inside, tile, zeros_like(tile))
-
-        @pl.when((begin > 0) | (end < ROWS))
+        @pl.when((is_bad > 0) & ((begin > 0) | (end < ROWS)))
         def _():
-            for p in range(len(self.narrow_gmem)):
-                narrow_smem = self._narrow(stage, p, wg).transpose((1, 0))
-                clear(narrow_smem, plgpu.Layout.WGMMA_TRANSPOSED)
-            wide_smem, is_bad = self._half(stage, wg), part.rows >> BAD_BIT
-            pl.when(is_bad > 0)(lambda: clear(wide_smem, plgpu.Layout.WGMMA))
+            layout = plgpu.Layout.WGMMA
+            for tile in range(self._num_tiles):
+                tile_smem = self._own(stage, wg, tile)
+                wide = plgpu.load(tile_smem, layout=layout)
+                row = plgpu.broadcasted_iota(jnp.int32, wide.shape, 0, layout=layout)
+                inside = (row >= begin) & (row < end)
+                tile_smem[...] = jnp.where(inside, wide, zeros_like(wide))
             plgpu.commit_smem()
 
     def _words(self, p, slot, column):
@@ -346,31 +361,38 @@ class Outer:
         features = mask.outer_features(slot, columns)
         return features, mask.threshold(self.settings[p], slot)
 
-    def _wide(self, stage, wg, p, words):
-        """Returns wide^T for projection p: in registers if masked, else in smem."""
-        wide_smem = self._half(stage, wg).transpose((1, 0))
-        if not self.masks:
+    def _wide(self, stage, wg, p, words, tile=0):
+        """Returns wide^T for projection p: in registers if masked or narrow."""
+        wide_smem = self._own(stage, wg, tile).transpose((1, 0))
+        if not self.masks and not self._is_narrow:
             return wide_smem
+        wide = plgpu.load(wide_smem, layout=plgpu.Layout.WGMMA)
+        if not self.masks:
+            return wide
         mask, (features, threshold) = self.masks[p], words[p]
         vectors = mask.outer_vectors(self.words_smem, stage, p, wg, features)
-        wide = plgpu.load(wide_smem, layout=plgpu.Layout.WGMMA)
         return apply_mask(wide, mask, vectors, threshold, token_axis=1)
 
-    def _store(self, total, p, part, at, buffer):
-        """Starts the copy of a part's sum to its row, or to its slot's result."""
+    def _store(self, totals, p, part, at, buffer):
+        """Starts the copy of a part's sum to its row, or to its slot's result.
+
+        There is a total for each tile of 64 columns.
+        """
         chunk, column = at
 
         @pl.when(column < self.wide_gmem.shape[1])
         def _():
             plgpu.wait_smem_to_gmem(self.sum_smem.shape[0] - 1, wait_read_only=True)
             sum_smem = self.sum_smem.at[buffer]
-            if self._is_narrow and self.transposed:
-                turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-                sum_smem.transpose((1, 0))[...] = turned
-            else:
-                sum_smem[...] = total
+            for tile, total in enumerate(totals):
+                columns = pl.ds(tile * STEP, STEP)
+                if self._is_narrow and self.transposed:
+                    turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
+                    sum_smem.at[:, columns].transpose((1, 0))[...] = turned
+                else:
+                    sum_smem.at[columns][...] = total
             plgpu.commit_smem()
-            k = pl.ds(column, total.shape[0] if self._is_narrow else STEP)
+            k = pl.ds(column, self._own_columns)
             r = pl.ds(chunk * self._width, self._width)
 
             def copy(out_gmem, index):

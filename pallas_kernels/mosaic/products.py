@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import SMALL_BLOCK, SharedBlocks
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand, expand_ring
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
@@ -36,6 +38,7 @@ from jaxlora.pallas_kernels.mosaic.produce import Produce, produce_ring
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_ring
 from jaxlora.pallas_kernels.mosaic.tuning import (
+    EXPERT_TILE_STEPS,
     MAX_SIDE_SMS,
     OuterCost,
     band_for,
@@ -337,7 +340,7 @@ def expand_work(
             "settings": rows_read(settings, *chunks, masks=masks),
             "layer_gmem": layer,
             "slot_gmem": blocks.slot,
-            "group_gmem": None if blocks.shared is None else blocks.shared.of_group,
+            "group_gmem": None if blocks.shared is None else blocks.shared.small,
             "num_items_gmem": _live_tiles(blocks, band, num_columns),
             "bias_gmem": bias,
             "scale_gmem": scales,
@@ -414,7 +417,7 @@ def outer_work(
     out_r = num_ranks if transposed and num_ranks else r
     width, columns = outer_width_for(blocks, r), TILE_COLUMNS
     if width < STEP:
-        narrow = [one.T for one in narrow]
+        narrow = [_by_color(one, blocks.shared) for one in narrow]
         columns = TILE_COLUMNS if masks else NARROW_COLUMNS
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
     num_slots = blocks.starts.shape[0] - 1
@@ -451,12 +454,24 @@ def outer_work(
             tiles_of(masks),
             width=width,
             columns=columns,
-            is_shared=blocks.shared is not None,
             transposed=transposed,
         ),
         static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts
+
+
+def _by_color(rows: Array, shared: SharedBlocks | None) -> Array:
+    """Returns side products [R, T], or [4 R, T] by the colors of rows in shared blocks.
+
+    Rows of other colors are zeros.
+    """
+    if shared is None:
+        return rows.T
+    slot, colors = shared.small, range(TILE_TOKENS // SMALL_BLOCK)
+    color = jnp.where(slot < 0, -1, shared.color[jnp.maximum(slot, 0)])
+    color = jnp.repeat(color, SMALL_BLOCK)
+    return jnp.concatenate([jnp.where(color == c, rows.T, 0) for c in colors])
 
 
 def _of_experts(table: PartTable, order, is_bad: Array | None) -> PartTable:
@@ -488,15 +503,18 @@ def _gradients(parts: Parts, results: dict[str, Any]) -> list[Array]:
     return [sum_parts(one, parts, result) for one, result in each]
 
 
-def _max_side_sms(blocks: Blocks, num_outers: int) -> int:
+def _max_side_sms(blocks: Blocks, outers: Sequence[OuterCost]) -> int:
     """Returns the most side multiprocessors.
 
     Experts have few features, so expand takes little longer than the outer products.
-    More side multiprocessors make it faster for one projection, with two outer
-    products, and slower for several.
+    More side multiprocessors make it faster for narrow tiles; and for others of one
+    projection, with two outer products, but not of several.
     """
-    is_of_experts = blocks.num_tiles is not None
-    return 4 * MAX_SIDE_SMS if is_of_experts and num_outers == 2 else MAX_SIDE_SMS
+    if blocks.num_tiles is None:
+        return MAX_SIDE_SMS
+    if all(one.is_narrow for one in outers):
+        return 3 * MAX_SIDE_SMS
+    return 4 * MAX_SIDE_SMS if len(outers) == 2 else MAX_SIDE_SMS
 
 
 def expand_with_outers(
@@ -519,11 +537,13 @@ def expand_with_outers(
             steps_per_item=num_blocks / dict(work.static_args)["shares"],
             parts_per_item=parts.usual_number / dict(work.static_args)["shares"],
             num_masks=len(work.operands["masks"]),
+            is_narrow=dict(work.ring.smem)["wide_smem"].shape[2] > TILE_COLUMNS,
         )
         for work, parts in outers
     ]
-    wide_steps = sum(steps) * columns / COLUMNS
-    sms = device.num_sms(), _max_side_sms(blocks, len(outers))
+    more = 0 if blocks.num_tiles is None else EXPERT_TILE_STEPS
+    wide_steps = (sum(steps) + more) * columns / COLUMNS
+    sms = device.num_sms(), _max_side_sms(blocks, costs)
     _, plan = best_plan(num_tiles, wide_steps, costs, *sms)
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):
