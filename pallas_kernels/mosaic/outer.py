@@ -100,9 +100,9 @@ class _Part(NamedTuple):
 class Outer:
     """Computes the sum of `wide^T narrow` over each part of a slot's rows.
 
-    An item takes every `shares`-th part of all slots, and sums the blocks of each in
-    order. Each of the P projections that share wide has its own narrow, mask and
-    result.
+    An item takes every `shares`-th part of all slots, or of experts consecutive parts,
+    and sums the blocks of each in order. Each of the P projections that share wide has
+    its own narrow, mask and result.
 
     Attributes:
         ring: Barriers.
@@ -179,24 +179,33 @@ class Outer:
         return _Part(*(None if one is None else one[index] for one in arrays))
 
     def prefetch(self, item):
-        """Reads (number of the item's parts, its first two parts)."""
+        """Reads (number of the item's parts, the first one's index, the first two)."""
         _, share, _ = self._tile(item)
-        behind = jnp.maximum(self.parts.num_parts[0] - share, 0)
+        all_parts = self.parts.num_parts[0]
+        if self.order_gmem is None:
+            begin, end = (
+                lax.div(all_parts * one, jnp.int32(self.shares))
+                for one in (share, share + 1)
+            )
+            return end - begin, begin, self._part(begin), self._part(begin + 1)
+        behind = jnp.maximum(all_parts - share, 0)
         num_parts = lax.div(behind + self.shares - 1, jnp.int32(self.shares))
-        return num_parts, self._part(share), self._part(share + self.shares)
+        return num_parts, share, self._part(share), self._part(share + self.shares)
 
     def _each_part(self, item, prefetched, step, read, do):
         """Calls `do(i, part, read(part), step)` for each part; returns the next step.
 
         Each read of device memory takes as long as a short part, so a part's entry is
-        read two parts ahead. To read what it points to before `do` was slower.
+        read two parts ahead. To read what it points to before `do` was slower. The
+        many parts of experts are read in turn, from one line of the cache.
         """
-        _, share, _ = self._tile(item)
-        num_parts, first, second = prefetched
+        del item
+        num_parts, index, first, second = prefetched
+        stride = 1 if self.order_gmem is None else self.shares
 
         def one(i, carry):
             step, part, known, following = carry
-            later = self._part(share + (i + 2) * self.shares)
+            later = self._part(index + (i + 2) * stride)
             return do(i, part, known, step), following, read(following), later
 
         start = step, first, read(first), second
@@ -208,6 +217,8 @@ class Outer:
         return jnp.where(chunk < most, part.num_blocks, 0)
 
     def _num_chunks(self, part):
+        if part.rows is not None:  # their side products are zeros or written
+            return (jnp.int32(1),) * len(self.settings)
         return tuple(one.num_chunks[part.slot] for one in self.settings)
 
     def _block(self, index):

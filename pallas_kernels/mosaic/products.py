@@ -38,6 +38,7 @@ from jaxlora.pallas_kernels.mosaic.produce import Produce, produce_ring
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_ring
 from jaxlora.pallas_kernels.mosaic.tuning import (
+    EXPERT_SPLITS,
     EXPERT_TILE_STEPS,
     MAX_SIDE_SMS,
     OuterCost,
@@ -419,6 +420,8 @@ def outer_work(
     if width < STEP:
         narrow = [_by_color(one, blocks.shared) for one in narrow]
         columns = TILE_COLUMNS if masks else NARROW_COLUMNS
+    if splits is None and blocks.num_tiles is not None:
+        splits = EXPERT_SPLITS
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
     num_slots = blocks.starts.shape[0] - 1
     # With few slots, all may be split, and one gather makes the result.
@@ -428,6 +431,7 @@ def outer_work(
     if blocks.num_tiles is not None:
         table, order = _of_experts(table, order, is_bad), None
     shares = shares_for(splits, parts.usual_number)
+    chunks = ("num_chunks",) if blocks.shared is None else ()
 
     def out(num_rows):
         shape = (num_rows, *((out_r, k) if transposed else (k, out_r)))
@@ -440,7 +444,7 @@ def outer_work(
             "narrow_gmem": tuple(narrow),
             "order_gmem": order,
             "parts": table,
-            "settings": rows_read(settings, "num_chunks", masks=masks),
+            "settings": rows_read(settings, *chunks, masks=masks),
             "masks": tuple(masks),
         },
         out_types=(
@@ -468,10 +472,11 @@ def _by_color(rows: Array, shared: SharedBlocks | None) -> Array:
     """
     if shared is None:
         return rows.T
-    slot, colors = shared.small, range(TILE_TOKENS // SMALL_BLOCK)
+    slot, colors = shared.small, jnp.arange(TILE_TOKENS // SMALL_BLOCK)
     color = jnp.where(slot < 0, -1, shared.color[jnp.maximum(slot, 0)])
-    color = jnp.repeat(color, SMALL_BLOCK)
-    return jnp.concatenate([jnp.where(color == c, rows.T, 0) for c in colors])
+    is_own = jnp.repeat(color, SMALL_BLOCK)[:, None] == colors
+    # XLA makes one kernel of this, and two of the transpose first.
+    return jnp.where(is_own[:, :, None], rows[:, None], 0).reshape(len(rows), -1).T
 
 
 def _of_experts(table: PartTable, order, is_bad: Array | None) -> PartTable:

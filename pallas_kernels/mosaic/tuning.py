@@ -25,8 +25,9 @@ _MIN_ITEM_PARTS = 8
 # Likewise of narrow outer items, of 256 columns: a step and a part on a side
 # multiprocessor, and a step when all run one. An expand tile of experts takes some
 # steps longer, as it has few.
-_NARROW_STEP_US, _NARROW_PART_US, _NARROW_OUTER_STEP_US = 0.22, 0.45, 1.2
+_NARROW_STEP_US, _NARROW_PART_US, _NARROW_OUTER_STEP_US = 0.42, 1.05, 1.2
 EXPERT_TILE_STEPS = 4
+EXPERT_SPLITS = 8  # the most parts of a slot's rows, alike for all products of a layer
 
 
 # Share of expand's time that narrower tiles must save in rounds, as they read x more
