@@ -882,7 +882,25 @@ CASES = {
         },
         {"num_experts_per_tok": 2},
     ),
+    "gemma4_experts": (
+        {
+            **V5,
+            **GEMMA4,
+            "architectures": ["Gemma4ForCausalLM"],
+            "num_hidden_layers": 3,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": False,
+        },
+        {"top_k_experts": 3},
+    ),
 }
+# Cases with a seed of their own; the seeds of the others follow from their order.
+SEEDS = {"gemma4_experts": 416}
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
 RANK = 2
@@ -902,16 +920,20 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
         if parameter.ndim >= 2 and "embed" not in name:
             # The gain is a little above 1, so that attention is not flat.
             noise *= 1.5 * parameter.shape[-1] ** -0.5
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight")):
             # Gemma multiplies by 1 + weight, as Qwen3.5 does but for one norm.
             adds_one = config.model_type.startswith(("gemma2", "gemma3", "qwen3_5"))
             is_offset = adds_one and not name.endswith("linear_attn.norm.weight")
             noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
+        elif name.endswith("scale"):
+            noise = 0.3 * noise + 1
         if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
-        parts = unfused(name, noise) if "experts" in name else {name: noise}
+        # Gemma 4's checkpoints have the experts of a layer in two tensors.
+        is_single = "experts." in name and not config.model_type.startswith("gemma4")
+        parts = unfused(name, noise) if is_single else {name: noise}
         if config.model_type == "mixtral":
             parts = {_mixtral_name(key): part for key, part in parts.items()}
         weights |= parts
@@ -1035,11 +1057,16 @@ def check_choices(folder: pathlib.Path, tokens: np.ndarray) -> None:
     model, gaps = load(folder), []
 
     def hook(module, inputs, outputs):
-        ordered = outputs[0].softmax(-1).sort(descending=True).values
-        gaps.append((ordered[:, module.top_k - 1] - ordered[:, module.top_k]).min())
+        shares, chosen = outputs[0], outputs[2].shape[1]
+        if not hasattr(module, "per_expert_scale"):
+            shares = shares.softmax(-1)
+        ordered = shares.sort(descending=True).values
+        gaps.append((ordered[:, chosen - 1] - ordered[:, chosen]).min())
 
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "experts"):
+        if hasattr(layer, "router"):
+            layer.router.register_forward_hook(hook)
+        elif hasattr(layer.mlp, "experts"):
             layer.mlp.gate.register_forward_hook(hook)
     with torch.no_grad():
         model(torch.from_numpy(tokens)[None])
@@ -1075,7 +1102,7 @@ def make(name: str, seed: int) -> None:
     narrow = logits_of(folder, sequences[1], torch.bfloat16)
     arrays["bfloat16_error_1"] = np.abs(narrow - logits[1]).max()
     np.savez(folder / "logits.npz", **arrays)
-    has_experts = bool(config.get("num_experts_per_tok"))
+    has_experts = bool({"num_experts_per_tok", "top_k_experts"} & config.keys())
     if has_experts:
         for tokens in sequences:
             check_choices(folder, tokens)
@@ -1098,4 +1125,4 @@ if __name__ == "__main__":
     chosen = sys.argv[1:] or list(CASES)
     for number, case in enumerate(CASES):
         if case in chosen:
-            make(case, seed=number)
+            make(case, seed=SEEDS.get(case, number))

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.blocks.mlp import Mlp, swiglu
+from jaxlora.models.blocks.mlp import Mlp, geglu, swiglu
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, ModelConfig
 from jaxlora.modules.routing import LinearInput, Routing
@@ -24,20 +25,73 @@ from jaxlora.pallas_kernels import (
 
 
 class ExpertLinears(nnx.Module):
-    """The linears of the experts, whose names are those of one MLP."""
+    """MLPs, the experts; their linears, which take LoRA, have the names of one MLP.
 
-    def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
-        name, d, f = "mlp.experts.{}_proj".format, config.hidden_size, shape.features
-        self.gate_proj = make.expert_linear(name("gate"), d, f, shape, role="column")
-        self.up_proj = make.expert_linear(name("up"), d, f, shape, role="column")
-        self.down_proj = make.expert_linear(name("down"), f, d, shape, role="row")
+    A row is copied to its experts, so no other row has a part in its result.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: LayerBuilder,
+        shape: ExpertShape,
+        *,
+        name: str = "mlp.experts",
+        activation: Literal["silu", "gelu_tanh"] = "silu",
+    ):
+        """Makes the modules.
+
+        Args:
+            config: The model.
+            make: Makes them.
+            shape: The mixture.
+            name: Path inside the layer.
+            activation: Activation of the gate.
+        """
+        d, f = config.hidden_size, shape.features
+        self.num_experts, self.activation = shape.number, activation
+        self.implementation = make.options.implementation
+        self.gate_proj = make.expert_linear(
+            f"{name}.gate_proj", d, f, shape, role="column"
+        )
+        self.up_proj = make.expert_linear(f"{name}.up_proj", d, f, shape, role="column")
+        self.down_proj = make.expert_linear(
+            f"{name}.down_proj", f, d, shape, role="row"
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T C"],
+        chosen: Int[Array, "T C"],
+        routing: Routing,
+    ) -> Float[Array, "T D"]:
+        """Returns the weighted outputs of the experts that rows have chosen.
+
+        Args:
+            x: The rows.
+            weights: Weights of a row's experts.
+            chosen: Numbers of a row's experts.
+            routing: Slot of each row.
+        """
+        first, last = (self.gate_proj, self.up_proj), self.down_proj
+        slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
+        blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
+        if not slots:  # the blocks of an expert then need not tell adapters apart
+            blocks = jnp.minimum(blocks, 0)
+        plan = route_rows(chosen, blocks, self.num_experts, num_adapters)
+        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
+        after = last.for_kernels(routing, num_adapters)
+        kernels = {"implementation": self.implementation}
+        gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
+        h = (swiglu if self.activation == "silu" else geglu)(gate, up)
+        return expert_output(h, after, weights, plan, **kernels)
 
 
 class Experts(nnx.Module):
-    """The weighted outputs of the MLPs that a router chooses for each row.
+    """The weighted outputs of the experts that a router chooses for each row.
 
-    Each linear of an expert takes LoRA; the router and the gate of a shared expert do
-    not. A row is copied to its experts, so no other row has a part in its result.
+    The router and the gate of a shared expert take no LoRA.
     """
 
     def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
@@ -48,7 +102,7 @@ class Experts(nnx.Module):
             make: Makes them.
             shape: The mixture.
         """
-        self.shape, self.implementation = shape, make.options.implementation
+        self.shape = shape
         self.gate = make.weight(
             (config.hidden_size, shape.number),
             "mlp.gate.weight",
@@ -79,32 +133,11 @@ class Experts(nnx.Module):
         weights, chosen = choose_experts(logits, self.shape)
         if self.shape.rounds:
             weights = weights.astype(x.dtype)
-        y = self._chosen(x, weights, chosen, rows.routing)
+        y = self.experts(x, weights, chosen, rows.routing)
         if self.shape.shared_features is None:
             return y
         share = jax.nn.sigmoid(x @ self.shared_expert_gate[...])
         return y + share * self.shared_expert(x, rows)
-
-    def _chosen(
-        self,
-        x: Float[Array, "T D"],
-        weights: Float[Array, "T C"],
-        chosen: Int[Array, "T C"],
-        routing: Routing,
-    ) -> Float[Array, "T D"]:
-        """Returns the weighted outputs of the experts that rows have chosen."""
-        own = self.experts
-        first, last = (own.gate_proj, own.up_proj), own.down_proj
-        slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
-        blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
-        if not slots:  # the blocks of an expert then need not tell adapters apart
-            blocks = jnp.minimum(blocks, 0)
-        plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
-        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
-        after = last.for_kernels(routing, num_adapters)
-        kernels = {"implementation": self.implementation}
-        gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
-        return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
 
 
 def _all_drop(projections: Sequence[Projection]) -> list[Projection]:

@@ -37,10 +37,14 @@ FAMILIES = (
     "qwen3_5",
     "glm",
     "gemma4",
+    "gemma4_experts",
 )
 # Their layers are of two kinds, or have blocks of their own.
-UNLIKE = ("qwen3_5", "gemma4", "qwen3_moe")
-MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4")
+UNLIKE = (
+    *("qwen3_5", "gemma4", "qwen3_moe"),
+    pytest.param("gemma4_experts", marks=pytest.mark.grid),
+)
+MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gemma4_experts")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,8 @@ def folder(request, tmp_path_factory) -> pathlib.Path:
     specs = tensor_specs(model_config(config))
     for spec in (part for whole in specs for part in whole.parts):
         size = 0.2 if len(spec.hf_shape) == 1 else spec.hf_shape[1] ** -0.5
-        noise = size * rng.normal(size=spec.hf_shape)
+        middle = float(spec.hf_name.endswith(("scale", "layer_scalar")))
+        noise = middle + size * rng.normal(size=spec.hf_shape)
         weights[spec.hf_name] = noise.astype(np.float32)
     safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     tiny.write_tokenizer(folder)
