@@ -67,6 +67,32 @@ _QWEN_35 = {
         "partial_rotary_factor": 0.25,
     },
 }
+# Every sixth layer sees all tokens, with other heads, and its values are its keys.
+_GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 1024,
+    "layer_types": [
+        "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(60)
+    ],
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "tie_word_embeddings": True,
+}
 _TIED = {"tie_word_embeddings": True}
 _LLAMA_32 = {"rope_factor": 32.0, **_TIED}
 _MODELS: dict[str, dict[str, Any]] = {
@@ -80,6 +106,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-32b": _model(152064, 5120, 27648, 64, 40, 8, **_QWEN),
     "qwen3.5-9b": _model(
         248320, 4096, 12288, 32, 16, 4, positions=262144, eps=1e-6, **_QWEN_35
+    ),
+    "gemma-4-31b": _model(
+        262144, 5376, 21504, 60, 32, 16, positions=262144, eps=1e-6, **_GEMMA_4
     ),
     "smollm2-135m": _model(
         49152, 576, 1536, 30, 9, 3, positions=8192, theta=100000.0, **_TIED
@@ -100,6 +129,8 @@ def config_json(name: str, num_layers: int | None = None) -> dict[str, Any]:
     config = dict(_MODELS[name])
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:num_layers]
     return config
 
 
