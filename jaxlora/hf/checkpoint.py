@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 import pathlib
 import re
@@ -51,6 +52,8 @@ class Checkpoint:
         stored_names: The name in the checkpoint of each tensor, by that in `files`;
             empty where these are the same.
         other_files: The file of each tensor of other parts of the model, by its name.
+        wholes: Of each tensor that is a part of one of all experts of a layer, the name
+            of that one, and the number of experts.
     """
 
     folder: pathlib.Path
@@ -59,6 +62,7 @@ class Checkpoint:
     files: dict[str, TensorFile]
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
     other_files: dict[str, TensorFile] = dataclasses.field(default_factory=dict)
+    wholes: dict[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Returns the weights that the config calls for, as if none was quantized."""
@@ -165,11 +169,21 @@ class Checkpoint:
         """Yields tensors by their names in the checkpoint, and those of other parts.
 
         Args:
-            tensors: Tensors of the text model.
+            tensors: Tensors of the text model, those of a layer's experts one after the
+                other, as in `files`.
             dtype: Dtype of those of other parts; None: they keep their own.
         """
-        for name, array in tensors:
-            yield self.stored_names.get(name, name), array
+
+        def place(tensor: tuple[str, np.ndarray]) -> tuple[str, int]:
+            name, _ = tensor
+            return self.wholes.get(name, (name, 0))
+
+        for (name, num_experts), parts in itertools.groupby(tensors, place):
+            first, *others = (array for _, array in parts)
+            if num_experts:
+                rows = np.concatenate([first, *others])
+                first = rows.reshape(num_experts, -1, first.shape[1])
+            yield self.stored_names.get(name, name), first
         for name, file in self.other_files.items():
             array = file.array(name)
             yield name, array if dtype is None else array.astype(dtype)
@@ -238,8 +252,8 @@ def _without_files(folder: pathlib.Path) -> Checkpoint:
 
 def _with_files(planned: Checkpoint) -> Checkpoint:
     planned = _with_text_files(planned, safetensor_files(planned.folder))
-    files = _with_single_experts(planned.files)
-    planned = dataclasses.replace(planned, files=files)
+    files, wholes = _with_single_experts(planned.files)
+    planned = dataclasses.replace(planned, files=files, wholes=wholes)
     _check_num_layers(planned, files)
     if not _has_own_head(planned.config, files):
         return planned
@@ -280,13 +294,18 @@ def _with_text_files(planned: Checkpoint, files: dict[str, TensorFile]) -> Check
     )
 
 
-def _with_single_experts(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+def _with_single_experts(
+    files: dict[str, TensorFile],
+) -> tuple[dict[str, TensorFile], dict[str, tuple[str, int]]]:
     """Returns the files of all tensors, with one for each linear of an expert.
 
     Transformers 5 can write the experts of a layer as two tensors, of which one has
-    gate and up of an expert, one after the other.
+    gate and up of an expert, one after the other; Gemma 4 always has these.
+
+    Returns:
+        The files by name, and the `wholes` of `Checkpoint`.
     """
-    found = {}
+    found, wholes = {}, {}
     for name, file in files.items():
         match = _FUSED.fullmatch(name)
         if match is None or len(file.shape(name)) != 3:
@@ -308,7 +327,8 @@ def _with_single_experts(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
         ]
         file.split(name, parts)
         found |= dict.fromkeys(parts, file)
-    return found
+        wholes |= dict.fromkeys(parts, (name, number))
+    return found, wholes
 
 
 def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None:
