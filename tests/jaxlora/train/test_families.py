@@ -5,12 +5,9 @@ import pathlib
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from jaxlora import Trainer
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.models.registry import model_config
-from jaxlora.models.structure import tensor_specs
 from tests import tiny
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.runs import (
@@ -19,6 +16,7 @@ from tests.jaxlora.train.runs import (
     assert_same_bits,
     outcome,
     two_slots,
+    write_base,
 )
 from tests.jaxlora.train.test_bfloat16 import only
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -51,20 +49,7 @@ MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gemma4_exp
 def folder(request, tmp_path_factory) -> pathlib.Path:
     golden = json.loads((MODELS / request.param / "config.json").read_text())
     config = golden | {"vocab_size": tiny.CONFIG["vocab_size"]}
-    folder = tmp_path_factory.mktemp("base") / request.param
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    rng = np.random.default_rng(0)
-    weights = {}
-    specs = tensor_specs(model_config(config))
-    for spec in (part for whole in specs for part in whole.parts):
-        size = 0.2 if len(spec.hf_shape) == 1 else spec.hf_shape[1] ** -0.5
-        middle = float(spec.hf_name.endswith(("scale", "layer_scalar")))
-        noise = middle + size * rng.normal(size=spec.hf_shape)
-        weights[spec.hf_name] = noise.astype(np.float32)
-    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    tiny.write_tokenizer(folder)
-    return folder
+    return write_base(tmp_path_factory.mktemp("base") / request.param, config)
 
 
 @pytest.fixture(scope="module")
