@@ -45,6 +45,11 @@ class WeightLayout:
             return None
         return self.dimensions.index(self.divided)
 
+    @property
+    def expert_dim(self) -> int | None:
+        """Number of the dimension that `expert` divides; None: it divides none."""
+        return 0 if self.dimensions[0] == "X" else None
+
 
 class BaseParam(nnx.Param):
     """A frozen weight of the base model; a decoder's has a `WeightLayout`."""

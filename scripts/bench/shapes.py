@@ -110,6 +110,14 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gemma-4-31b": _model(
         262144, 5376, 21504, 60, 32, 16, positions=262144, eps=1e-6, **_GEMMA_4
     ),
+    # Experts of the width of the hidden states.
+    "gpt-oss-20b": _model(
+        *(201088, 2880, 2880, 24, 64, 8),
+        model_type="gpt_oss",
+        head_dim=64,
+        num_local_experts=32,
+        theta=150000.0,
+    ),
     "smollm2-135m": _model(
         49152, 576, 1536, 30, 9, 3, positions=8192, theta=100000.0, **_TIED
     ),

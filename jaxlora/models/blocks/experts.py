@@ -1,20 +1,23 @@
 """A mixture of experts, a block of decoder layers."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxlora.models.blocks.mlp import Mlp, geglu, swiglu
+from jaxlora.models.blocks.mlp import Mlp, swiglu
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, ModelConfig
+from jaxlora.modules.expert_linear import ExpertLinear
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
 from jaxlora.pallas_kernels import (
+    LINEAR_RESULTS,
     Dropout,
     Projection,
     expert_linears,
@@ -22,12 +25,16 @@ from jaxlora.pallas_kernels import (
     gather_rows,
     route_rows,
 )
+from jaxlora.sharding.expert import all_rows, first_expert, from_experts, to_experts
+
+CHOSEN = "chosen experts"  # name of each layer's choices in a trace, for reports
 
 
 class ExpertLinears(nnx.Module):
     """MLPs, the experts; their linears, which take LoRA, have the names of one MLP.
 
-    A row is copied to its experts, so no other row has a part in its result.
+    A row is copied to its experts, so no other row has a part in its result. If devices
+    share the experts, each runs its own for the rows of all.
     """
 
     def __init__(
@@ -37,27 +44,44 @@ class ExpertLinears(nnx.Module):
         shape: ExpertShape,
         *,
         name: str = "mlp.experts",
-        activation: Literal["silu", "gelu_tanh"] = "silu",
+        activation: Callable[[Any, Any], Any] = swiglu,
+        fused: bool = False,
     ):
-        """Makes the modules.
+        """Makes the linears.
 
         Args:
-            config: The model.
+            config: The model. With `mlp_bias`, linears have biases.
             make: Makes them.
             shape: The mixture.
             name: Path inside the layer.
-            activation: Activation of the gate.
+            activation: Makes what `down` takes of gate and up.
+            fused: Whether one linear, `gate_up_proj`, makes gate and up, a feature of
+                the one next to that of the other, and checkpoints have one tensor of
+                all experts.
         """
+        self.num_experts, self.parts = shape.number, config.expert_parts
+        self.implementation, self.activation = make.options.implementation, activation
         d, f = config.hidden_size, shape.features
-        self.num_experts, self.activation = shape.number, activation
-        self.implementation = make.options.implementation
-        self.gate_proj = make.expert_linear(
-            f"{name}.gate_proj", d, f, shape, role="column"
-        )
-        self.up_proj = make.expert_linear(f"{name}.up_proj", d, f, shape, role="column")
+        given: dict[str, Any] = {"use_bias": config.mlp_bias, "is_one_tensor": fused}
+        read: dict[str, Any] = {"role": "column", **given}
+        self.fused = fused
+        if fused:
+            self.gate_up_proj = make.expert_linear(
+                f"{name}.gate_up_proj", d, 2 * f, shape, **read
+            )
+        else:
+            self.gate_proj = make.expert_linear(
+                f"{name}.gate_proj", d, f, shape, **read
+            )
+            self.up_proj = make.expert_linear(f"{name}.up_proj", d, f, shape, **read)
         self.down_proj = make.expert_linear(
-            f"{name}.down_proj", f, d, shape, role="row"
+            f"{name}.down_proj", f, d, shape, role="row", **given
         )
+
+    @property
+    def input_linears(self) -> tuple[ExpertLinear, ...]:
+        """The linears that share the input."""
+        return (self.gate_up_proj,) if self.fused else (self.gate_proj, self.up_proj)
 
     def __call__(
         self,
@@ -74,18 +98,39 @@ class ExpertLinears(nnx.Module):
             chosen: Numbers of a row's experts.
             routing: Slot of each row.
         """
-        first, last = (self.gate_proj, self.up_proj), self.down_proj
+        num_held, first_one = self.num_experts // self.parts, 0
+        if self.parts > 1:
+            x, weights, routing = to_experts(x), to_experts(weights), _of_all(routing)
+            first_one = first_expert(num_held)
+            chosen = all_rows(chosen) - first_one
+        first, last = self.input_linears, self.down_proj
         slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
-        plan = route_rows(chosen, blocks, self.num_experts, num_adapters)
+        plan = route_rows(
+            chosen,
+            blocks,
+            num_held,
+            num_adapters,
+            num_parts=self.parts,
+            first_expert=first_one,
+        )
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
-        gate, up = expert_linears(gather_rows(x, plan), before, plan, **kernels)
-        h = (swiglu if self.activation == "silu" else geglu)(gate, up)
-        return expert_output(h, after, weights, plan, **kernels)
+        copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
+        calls = [before] if len(formats) == 1 else [[p] for p in before]
+        read = [
+            y for call in calls for y in expert_linears(copies, call, plan, **kernels)
+        ]
+        if self.fused:
+            read = [read[0][:, 0::2], read[0][:, 1::2]]
+        y = expert_output(self.activation(*read), after, weights, plan, **kernels)
+        if self.parts == 1:
+            return y
+        # A policy that saves the results of linears exchanges nothing again.
+        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
 
 
 class Experts(nnx.Module):
@@ -94,22 +139,38 @@ class Experts(nnx.Module):
     The router and the gate of a shared expert take no LoRA.
     """
 
-    def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: LayerBuilder,
+        shape: ExpertShape,
+        *,
+        router: str = "mlp.gate",
+        activation: Callable[[Any, Any], Any] = swiglu,
+        fused: bool = False,
+    ):
         """Makes the modules.
 
         Args:
-            config: The model.
+            config: The model. With `mlp_bias`, router and linears have biases.
             make: Makes them.
             shape: The mixture.
+            router: Path of the router inside a layer of a checkpoint.
+            activation: See `ExpertLinears`, as for `fused`.
+            fused: Whether one linear makes gate and up.
         """
         self.shape = shape
         self.gate = make.weight(
             (config.hidden_size, shape.number),
-            "mlp.gate.weight",
+            f"{router}.weight",
             ("D", "X"),
             transpose=True,
         )
-        self.experts = ExpertLinears(config, make, shape)
+        bias = (shape.number,), f"{router}.bias", ("X",)
+        self.gate_bias = make.weight(*bias) if config.mlp_bias else None
+        self.experts = ExpertLinears(
+            config, make, shape, activation=activation, fused=fused
+        )
         if (shared := shape.shared_features) is not None:
             name = "mlp.shared_expert"
             self.shared_expert = Mlp(config, make, name=name, features=shared)
@@ -130,6 +191,8 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T D"]:
         x = LinearInput.of(x).x
         logits = jnp.matmul(x, self.gate[...], preferred_element_type=jnp.float32)
+        if self.gate_bias is not None:
+            logits += self.gate_bias[...].astype(jnp.float32)
         weights, chosen = choose_experts(logits, self.shape)
         if self.shape.rounds:
             weights = weights.astype(x.dtype)
@@ -138,6 +201,16 @@ class Experts(nnx.Module):
             return y
         share = jax.nn.sigmoid(x @ self.shared_expert_gate[...])
         return y + share * self.shared_expert(x, rows)
+
+
+def _of_all(routing: Routing) -> Routing:
+    """Returns the routing of the rows of all devices that share the experts."""
+    index = routing.token_index
+    return dataclasses.replace(
+        routing,
+        block_adapter=all_rows(routing.block_adapter),
+        token_index=None if index is None else all_rows(index),
+    )
 
 
 def _all_drop(projections: Sequence[Projection]) -> list[Projection]:
@@ -172,4 +245,4 @@ def choose_experts(
     weights = jnp.where(is_chosen, shares[:, None], 0).sum(axis=-1)
     if shape.normalizes:
         weights /= weights.sum(axis=-1, keepdims=True)
-    return weights, chosen
+    return weights, checkpoint_name(chosen, CHOSEN)

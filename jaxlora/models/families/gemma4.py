@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.blocks.experts import ExpertLinears, choose_experts
+from jaxlora.models.blocks.mlp import geglu
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import (
     Composite,
@@ -131,7 +132,7 @@ class Gemma4ExpertsLayer(Gemma4Layer):
         self.router = Gemma4Router(config, make, config.experts)
         self.experts_norm = make.norm("pre_feedforward_layernorm_2")
         self.experts = ExpertLinears(
-            config, make, config.experts, name="experts", activation="gelu_tanh"
+            config, make, config.experts, name="experts", activation=geglu
         )
         self.experts_output_norm = make.norm("post_feedforward_layernorm_2")
 

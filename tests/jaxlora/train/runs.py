@@ -54,6 +54,8 @@ def write_base(folder: pathlib.Path, config: dict[str, Any]) -> pathlib.Path:
     specs = tensor_specs(model_config(config))
     for spec in (part for whole in specs for part in whole.parts):
         size = 0.2 if len(spec.hf_shape) == 1 else spec.hf_shape[1] ** -0.5
+        if spec.hf_name.endswith(".bias"):
+            size = 0.01  # else all tokens are alike, and some expert gets none
         middle = float(spec.hf_name.endswith(("scale", "layer_scalar")))
         noise = middle + size * rng.normal(size=spec.hf_shape)
         weights[spec.hf_name] = noise.astype(np.float32)

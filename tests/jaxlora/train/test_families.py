@@ -35,14 +35,18 @@ FAMILIES = (
     "qwen3_5",
     "glm",
     "gemma4",
+    "gpt_oss",
     "gemma4_experts",
 )
 # Their layers are of two kinds, or have blocks of their own.
 UNLIKE = (
-    *("qwen3_5", "gemma4", "qwen3_moe"),
+    *("qwen3_5", "gemma4", "qwen3_moe", "gpt_oss"),
     pytest.param("gemma4_experts", marks=pytest.mark.grid),
 )
-MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gemma4_experts")
+MESHED = (
+    *("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gpt_oss"),
+    "gemma4_experts",
+)
 
 
 @pytest.fixture(scope="module")
