@@ -239,17 +239,18 @@ def _rule(q, k, v, g, beta, layout, target):
 def _rule_forward(q, k, v, g, beta, layout, target):
     prepared = _prepare(q, k, v, g, beta, layout, target)
     out, new, state = _forward(q, k, v, beta, prepared, layout, target, kept=True)
-    return out, (q, k, v, beta, layout, prepared, new, state)
+    return out, (q, k, beta, layout, prepared, new, state)
 
 
 def _rule_backward(target, saved, dout):
-    q, k, v, beta, layout, prepared, new, state = saved
-    dr, dstate = _backward(q, k, dout, beta, prepared, layout, target)
-    rows = _Rows(dout, new, dr, beta, prepared.total)
-    dp, da, dv, by_value = _products(q, v, rows, layout, target)
-    states = state, dstate
-    dq, dk, dg, dbeta = _gradients(q, k, rows, states, (dp, da), layout, target)
-    return dq, dk, dv, dg.sum(0), by_value + dbeta.sum(0), None
+    q, k, beta, layout, prepared, new, state = saved
+    dv, dstate = _backward(q, k, dout, beta, prepared, layout, target)
+    rows = _Rows(dout, new, dv)
+    gates = beta, prepared.total
+    dp, da, dg, dbeta = _products(q, k, rows, gates, layout, target)
+    given = q, k, rows, prepared.total, (state, dstate), (dp, da)
+    dq, dk, state_dg = _gradients(*given, layout, target)
+    return dq, dk, dv, dg + state_dg.sum(0), dbeta, None
 
 
 # Under `jax.checkpoint` the first pass runs `_rule`, which keeps nothing.
@@ -338,38 +339,34 @@ class _Rows(NamedTuple):
 
     dout: Array
     new: Array
-    dr: Array
-    beta: Array
-    total: Array
+    dv: Array
 
 
-def _products(q, v: Array, rows: _Rows, layout: _Layout, target: Target):
+def _products(q, k, rows: _Rows, gates, layout: _Layout, target: Target):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_products
 
-    square = _like(v, *rows.beta.shape, _CHUNK)
-    constants = _constants(q, v)
+    dv = rows.dv
+    square, gate = _like(dv, *q.shape[:2], _CHUNK), _like(gates[0])
     return launch(
         delta_products,
-        (v, *rows, *layout[:-1]),
-        [square, square, _like(v), _like(rows.beta)],
-        grid=(v.shape[1], _chunks(len(v))),
-        tile=_tiles(q, v, target).products,
+        (q, k, *rows, *gates, *layout[:-1]),
+        [square, square, gate, gate],
+        grid=(q.shape[1], _chunks(len(q))),
+        tile=_tiles(q, dv, target).products,
         target=target,
-        constants={name: constants[name] for name in ("H", "SCALE", "PRECISION")}
-        | {"E": v.shape[2]},
+        constants=_constants(q, dv) | {"E": dv.shape[2]},
     )
 
 
-def _gradients(q, k, rows: _Rows, states, squares, layout: _Layout, target: Target):
+def _gradients(q, k, rows: _Rows, total, states, squares, layout, target: Target):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_gradients
 
     tile = _tiles(q, rows.dout, target).gradients
     parts = -(-q.shape[2] // tile.sizes["KEYS"])
-    gates = _like(rows.beta, parts, *rows.beta.shape)
     return launch(
         delta_gradients,
-        (q, k, *rows, *states, *squares, *layout[:-1]),
-        [_like(q), _like(k), gates, gates],
+        (q, k, *rows, total, *states, *squares, *layout[:-1]),
+        [_like(q), _like(k), _like(total, parts, *total.shape)],
         grid=(parts, q.shape[1], _chunks(len(q))),
         tile=tile,
         target=target,
