@@ -17,7 +17,7 @@ _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
 # `tcgen05`. Triton 3.6's code of these kernels with `wgmma` gave wrong results on an
 # H200, and that with `tcgen05` was never run. See docs/portable_kernels.md.
 _OTHER_PRODUCTS = range(90, 120)
-_HOPPER = 90
+HOPPER = 90
 _INTERPRETED_SMS = 4
 _ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
 _MISSING = (
@@ -86,7 +86,7 @@ def present_target(*, hopper: bool = False) -> Target:
     if forced is not None:
         return forced
     capability = device.capability()
-    is_right = hopper and capability == _HOPPER
+    is_right = hopper and capability == HOPPER
     is_other = capability in _OTHER_PRODUCTS and not is_right
     return Target(
         capability=_OLDEST if is_other else capability, num_sms=device.num_sms()
