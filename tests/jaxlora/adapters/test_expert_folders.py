@@ -233,6 +233,8 @@ def adapter_of(chosen, shapes) -> Adapter:
         ("qwen3_moe_dense", r".*\.experts\..*", "per_expert", False),
         ("qwen3_moe_dense", "all-linear", "per_expert", True),
         ("gpt_oss", "all-linear", "fused", False),
+        ("qwen3_next", "all-linear", "fused", False),
+        ("qwen3_5_moe", r".*\.experts\..*", "fused", False),
         ("gpt_oss", r".*\.experts\..*\.down_proj", "fused", False),
     ],
 )

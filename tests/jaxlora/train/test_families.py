@@ -38,10 +38,18 @@ FAMILIES = (
     "glm",
     "gemma4",
     "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
 )
 # Their layers are of two kinds, or have blocks of their own.
-UNLIKE = ("qwen3_5", "gemma4", "qwen3_moe", "gpt_oss")
-MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gpt_oss")
+UNLIKE = (
+    *("qwen3_5", "gemma4", "qwen3_moe", "gpt_oss"),
+    pytest.param("qwen3_next", marks=pytest.mark.grid),
+)
+MESHED = (
+    *("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gpt_oss"),
+    "qwen3_next",
+)
 
 
 @pytest.fixture(scope="module")
