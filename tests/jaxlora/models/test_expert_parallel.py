@@ -1,7 +1,10 @@
-"""Devices that share the experts compute what one device computes."""
+"""Devices that share or divide the experts compute what one device computes."""
 
 import dataclasses
 import functools
+import itertools
+import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.division import part_shapes, weight_specs
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.packed_batch import PackedBatch
@@ -23,6 +27,7 @@ from jaxlora.train.execute.stage_passes import StagePasses
 from jaxlora.train.execute.step import CompiledSteps, optimizer_inputs
 from scripts.bench.mesh.routes import num_changed, with_chosen
 from tests import tiny
+from tests.jaxlora.models.test_logits import MODELS
 from tests.jaxlora.models.test_tensor_parallel import (
     KEYS,
     ROUNDING,
@@ -52,15 +57,28 @@ MIXTURE = {
     "shared_expert_intermediate_size": 16,
     "tie_word_embeddings": False,
 }
+# Its linears and its router have biases, and one linear makes gate and up.
+BIASED = json.loads((MODELS / "gpt_oss" / "config.json").read_text()) | {
+    "vocab_size": tiny.CONFIG["vocab_size"],
+    "num_hidden_layers": 1,
+    "num_local_experts": 8,
+}
+# It has a gated delta net, and no attention.
+DELTAS = json.loads((MODELS / "qwen3_next" / "config.json").read_text()) | {
+    "vocab_size": tiny.CONFIG["vocab_size"],
+    "num_hidden_layers": 1,
+    "mlp_only_layers": [],
+    "num_experts": 8,
+}
+INT8 = {"base_format": BaseFormat.named("int8")}
+SHAPES = {"mixture": MIXTURE, "biased": BIASED, "deltas": DELTAS}
 LANES = 4  # microbatches of every run
 
 
-def spec_of(**options) -> DecoderSpec:
-    spec = make_spec(1, model=MIXTURE, adapted=("q",), **options)
-    experts = [f"layers.0.mlp.experts.{n}_proj" for n in ("down", "gate", "up")]
-    slots = dataclasses.replace(spec.slots, expert_rank=2)
-    adapted = tuple(sorted((*spec.adapted, *experts)))
-    return dataclasses.replace(spec, slots=slots, adapted=adapted)
+def spec_of(model: str = "mixture", **options) -> DecoderSpec:
+    """A model whose attention and experts have slots."""
+    own = {"adapted": ("q", "experts"), "shape": (("expert_rank", 2),)}
+    return make_spec(1, model=SHAPES[model], **own, **options)
 
 
 def microbatches(only: int | None = None) -> list[PackedBatch]:
@@ -84,7 +102,7 @@ def microbatches(only: int | None = None) -> list[PackedBatch]:
     return found
 
 
-def joined(batches: list[PackedBatch]) -> PackedBatch:
+def joined(batches: Sequence[PackedBatch]) -> PackedBatch:
     return jax.tree.map(lambda *x: np.concatenate(x), *batches)
 
 
@@ -94,7 +112,7 @@ def compiled(
 ) -> tuple[StageSharding, CompiledSteps]:
     placement = ONE_DEVICE if mesh is None else placement_of(mesh)
     sizes = {} if placement.mesh is None else dict(placement.mesh.shape)
-    axes = {name: sizes.get(name, 1) for name in ("fsdp", "expert")}
+    axes = {name: sizes.get(name, 1) for name in ("fsdp", "expert", "tensor")}
     return placement, CompiledSteps(spec.divided(**axes), placement)
 
 
@@ -128,9 +146,8 @@ def step_of(mesh: str | None, wild=None, only=None, **options) -> Step:
             table[wild] = np.nan
     params = {n: put(x, state.params[n].sharding) for n, x in params.items()}
     pending, losses, own = state.pending, 0, settings(spec)
-    lanes = microbatches(only)
-    for ticks in [[one] for one in lanes] if mesh is None else [lanes]:
-        given = own, joined(ticks), KEYS
+    for tick in itertools.batched(microbatches(only), placement.num_lanes):
+        given = own, joined(tick), KEYS
         pending, out, _ = steps.accumulate(base, params, pending, *given)
         losses += np.asarray(out.loss, np.float64).reshape(-1, SLOTS).sum(0)
     for slot in exchanged_slots(range(SLOTS), placement):
@@ -166,10 +183,18 @@ def inputs(spec: DecoderSpec) -> OptimizerInputs:
         pytest.param("data=2,expert=2", {}, marks=pytest.mark.grid),
         pytest.param("expert=4", {"remat": "elementwise"}, marks=pytest.mark.grid),
         pytest.param("expert=4", {"remat": "mlp"}, marks=pytest.mark.grid),
+        pytest.param("fsdp=2,expert=2", {"model": "biased"}, marks=pytest.mark.grid),
+        pytest.param("fsdp=2,expert=2", INT8, marks=pytest.mark.grid),
+        ("tensor=2", {}),
+        pytest.param("tensor=2", {"remat": "layer"}, marks=pytest.mark.grid),
+        pytest.param("tensor=2", {"model": "biased"}, marks=pytest.mark.grid),
+        pytest.param("fsdp=2,tensor=2", INT8, marks=pytest.mark.grid),
+        pytest.param("tensor=2", {"model": "deltas"}, marks=pytest.mark.grid),
     ],
 )
 def test_losses_gradients_norms_and_the_step(mesh, options):
-    found, one = step_of(mesh, **options), step_of(None)
+    kept = {name: x for name, x in options.items() if name != "remat"}
+    found, one = step_of(mesh, **options), step_of(None, **kept)
     pairs = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(found), strict=True)
     for (path, wanted), actual in pairs:
         assert wanted.any(), path
@@ -208,9 +233,8 @@ def chosen(mesh: str | None, dtype: str) -> list[np.ndarray]:
     takes, gives = ("base", "params", "settings", "batch", "keys"), ("losses", "batch")
     program = arguments.program("routes", run, takes, gives)
     found = []
-    lanes = microbatches()
-    for ticks in [[one] for one in lanes] if mesh is None else [lanes]:
-        _, own = program(base, params, settings(spec), joined(ticks), SlotKeys())
+    for tick in itertools.batched(microbatches(), placement.num_lanes):
+        _, own = program(base, params, settings(spec), joined(tick), SlotKeys())
         found.append(np.asarray(own[0]))
     return [np.sort(np.concatenate(found), axis=-1)]
 
