@@ -108,7 +108,7 @@ class Experts(nnx.Module):
             ("D", "X"),
             transpose=True,
         )
-        bias = (shape.number,), f"{router}.bias", ("X",)
+        bias = (shape.number,), f"{router}.bias", ("N",)  # each device has the router
         self.gate_bias = make.weight(*bias) if config.mlp_bias else None
         self.experts = ExpertLinears(config, make, shape, fused=fused)
         if (shared := shape.shared_features) is not None:
