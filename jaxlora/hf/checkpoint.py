@@ -53,7 +53,7 @@ class Checkpoint:
             empty where these are the same.
         other_files: The file of each tensor of other parts of the model, by its name.
         wholes: Of each tensor that is a part of one of all experts of a layer, the name
-            of that one, and the number of experts.
+            of that one in a dense checkpoint, and the number of experts.
     """
 
     folder: pathlib.Path

@@ -1073,7 +1073,7 @@ SEEDS = {
     "gemma4_experts": 416,
 }
 # Models whose checkpoints have the experts of a layer in two tensors.
-FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "gemma4_text")
+FUSED_EXPERTS = ("gemma4_text", "gpt_oss", "qwen3_5_moe")
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
 RANK = 2
@@ -1105,7 +1105,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise = 0.3 * noise + 1
         if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
-        is_single = "experts." in name and config.model_type not in FUSED_EXPERTS
+        is_single = "experts" in name and config.model_type not in FUSED_EXPERTS
         parts = unfused(name, noise) if is_single else {name: noise}
         if config.model_type == "mixtral":
             parts = {_mixtral_name(key): part for key, part in parts.items()}
@@ -1285,8 +1285,8 @@ def make(name: str, seed: int) -> None:
     narrow = logits_of(folder, sequences[1], torch.bfloat16)
     arrays["bfloat16_error_1"] = np.abs(narrow - logits[1]).max()
     np.savez(folder / "logits.npz", **arrays)
-    text = config.get("text_config", config)
-    has_experts = bool({"num_experts_per_tok", "top_k_experts"} & text.keys())
+    keys = config.get("text_config", config).keys()
+    has_experts = bool({"num_experts_per_tok", "top_k_experts"} & keys)
     if has_experts:
         for tokens in sequences:
             check_choices(folder, tokens)

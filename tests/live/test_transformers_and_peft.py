@@ -159,7 +159,10 @@ def expert_adapter(shapes, *, are_alike: bool) -> Adapter:
 )
 @pytest.mark.parametrize(
     "case",
-    ["gemma4_experts", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe_dense"],
+    [
+        *("gemma4_experts", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+        *("qwen3_moe_dense", "qwen3_next", "qwen3_5_moe"),
+    ],
 )
 def test_adapters_of_experts(
     torch, transformers, peft, tmp_path, case, has_others, are_alike, is_known

@@ -254,9 +254,13 @@ EXPERTS = r".*\.experts\..*"
         ("qwen2_moe", "all-linear", "fused"),
         ("qwen2_moe", EXPERTS, "fused"),
         ("gemma4_experts", "all-linear", "fused"),
+        ("gpt_oss", "all-linear", "fused"),
+        ("gpt_oss", r".*\.experts\..*\.down_proj", "fused"),
+        ("qwen3_next", EXPERTS, "per_expert"),
+        ("qwen3_next", "all-linear", "fused"),
+        ("qwen3_5_moe", "all-linear", "fused"),
         ("qwen3_moe_dense", EXPERTS, "per_expert"),
         ("qwen3_moe_dense", "all-linear", "fused"),
-        ("gpt_oss", "all-linear", "fused"),
     ],
 )
 def test_the_layout_is_one_that_peft_reads(base, targets, layout, tmp_path):
