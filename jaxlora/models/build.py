@@ -233,10 +233,10 @@ class LayerBuilder:
         hf_name = f"{block}.{{}}.{last}.weight"
         for weight, letters in _weights(module.kernel):
             layout = {"dimensions": ("X", *letters), "transpose": not is_one_tensor}
-            self._laid_out(weight, hf_name=hf_name, **layout)
+            self._laid_out(weight, hf_name=hf_name, expert_dim=0, **layout)
         if module.bias is not None:
-            hf_name = f"{name}_bias"
-            self._laid_out(module.bias, hf_name=hf_name, dimensions=("X", "N"))
+            layout = {"hf_name": f"{name}_bias", "dimensions": ("X", "N")}
+            self._laid_out(module.bias, expert_dim=0, **layout)
         return module
 
     def _laid_out(self, weight: BaseParam, **layout: Any) -> BaseParam:

@@ -113,18 +113,24 @@ def check_experts_divide(config: ModelConfig, expert: int) -> None:
     Raises:
         ValueError: It cannot.
     """
-    if expert == 1:
-        return
-    shapes = {config.expert_shape(layer) for layer in range(config.num_layers)}
-    numbers = sorted(shape.number for shape in shapes if shape is not None)
-    if not numbers:
+    shapes = {config.expert_shape(layer) for layer in range(config.num_layers)} - {None}
+    if expert > 1 and not shapes:
         raise ValueError(
             f"expert={expert} and model_type={config.model_type!r}: the model has no "
             "experts to divide. Leave out expert, and divide the weights along fsdp."
         )
-    for number in numbers:
+    for number in sorted(shape.number for shape in shapes if shape is not None):
         if number % expert:
             raise ValueError(
                 f"expert={expert} does not divide the {number} experts of a layer. "
                 "Choose an expert that does, or divide the weights along fsdp."
             )
+
+
+def divides_experts(config: ModelConfig, expert: int) -> bool:
+    """Whether `check_experts_divide` passes."""
+    try:
+        check_experts_divide(config, expert)
+    except ValueError:
+        return False
+    return True

@@ -340,5 +340,10 @@ def check_division(
     """
     check_divides(config, sizes.tensor, base_format)
     check_experts_divide(config, sizes.expert)
+    if sizes.expert > 1 and sizes.tensor > 1:
+        raise ValueError(
+            f"the mesh {sizes} has both expert and tensor, which divide experts in two "
+            "ways. Leave one of them out, or divide the weights along fsdp."
+        )
     options = DecoderOptions(dtype=dtype, max_segment_tokens=1)
     weight_specs(divided(DecoderSpec(config=config, options=options), sizes))

@@ -66,18 +66,14 @@ class DeltaNet(nnx.Module):
     def _make_inputs(self, width: int, make: LayerBuilder) -> None:
         """Makes the linears that read the rows, of D = `width` features."""
         shape, name = self.shape, "linear_attn.in_proj_{}".format
-        of_values: Any = (width, shape.value_features)
-        of_gate: Any = (width, shape.num_value_heads)
+        values, heads = shape.value_features, shape.num_value_heads
+        mixed: dict[str, Any] = {"role": "column", "sections": _sections(shape)}
         self.in_proj_qkv = make.linear(
-            name("qkv"),
-            width,
-            shape.mixed_features,
-            role="column",
-            sections=_sections(shape),
+            name("qkv"), width, shape.mixed_features, **mixed
         )
-        self.in_proj_z = make.linear(name("z"), *of_values, role="column")
-        self.in_proj_b = make.linear(name("b"), *of_gate, **_FEW)
-        self.in_proj_a = make.linear(name("a"), *of_gate, **_FEW)
+        self.in_proj_z = make.linear(name("z"), width, values, role="column")
+        self.in_proj_b = make.linear(name("b"), width, heads, **_FEW)
+        self.in_proj_a = make.linear(name("a"), width, heads, **_FEW)
 
     @property
     def input_linears(self) -> tuple[()]:

@@ -268,7 +268,7 @@ def shape_seconds(
     """
     speed, sizes, tensor = rates.speed, stages.sizes, stages.sizes.tensor
     own_speed = speed.sharing_heads(tensor)
-    part = stages.spec.part(tensor)
+    part = stages.spec.part(tensor, sizes.expert)
     layers = decoder_seconds(part, own_speed, mean_tokens=mean_tokens)
     token_seconds = total(layers).both
 

@@ -1,8 +1,13 @@
 """Rows of transformers with peft: one adapter, on the same tokens.
 
-The adapter is bfloat16 like the base, which is the fastest setting that peft has.
+The adapter is bfloat16 like the base, which is the fastest setting that peft has. On
+experts, its rank is that of `expert_rank: scaled`, and gate and up share A. peft has no
+dropout there, and hence none in such a model. Gated delta nets run through
+flash-linear-attention where that is installed; without it, transformers lets samples of
+a row see each other, or refuses.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +22,12 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100  # labels with this value are left out of transformers' loss
-_LINEARS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+_NAMES = ("q", "k", "v", "o", "gate", "up", "down", "out")
+_LINEARS = [
+    *(f"{name}_proj" for name in _NAMES),
+    *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")),  # of gated delta nets
+]
+_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 _GROUP = 4  # samples that are padded to the same length
 
 
@@ -52,7 +62,9 @@ def measure(case: Case, row: Row) -> dict[str, Any]:
     model = _model(case, device)
     drawn = microbatches(case, model.config.vocab_size)
     dtype = getattr(torch, case.dtype)
-    batches = [_parts(m.samples, row.layout, dtype, device) for m in drawn]
+    is_hybrid = "linear_attention" in getattr(model.config, "layer_types", ())
+    parts = functools.partial(_parts, dtype=dtype, device=device, is_hybrid=is_hybrid)
+    batches = [parts(m.samples, row.layout) for m in drawn]
     step = _step(model, [part for batch in batches for part in batch])
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -95,22 +107,30 @@ def _model(case: Case, device: str):
 def _with_adapter(model, case: Case):
     import peft
 
+    own: dict[str, Any] = {"lora_dropout": case.dropout}
+    if chosen := getattr(model.config, "num_experts_per_tok", None):
+        ranks = dict.fromkeys(_PARAMETERS, max(1, case.rank // chosen))
+        own = {"target_parameters": _PARAMETERS, "rank_pattern": ranks}
     lora = peft.LoraConfig(
         r=case.rank,
         lora_alpha=32,
-        lora_dropout=case.dropout,
         target_modules=_LINEARS,
         task_type="CAUSAL_LM",
+        **own,
     )
     return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
 def _parts(
-    samples: Sequence[TokenizedSample], layout: str, dtype: "torch.dtype", device: str
+    samples: Sequence[TokenizedSample],
+    layout: str,
+    dtype: "torch.dtype",
+    device: str,
+    is_hybrid: bool,
 ) -> list[Part]:
     if layout == "padded":
         return _padded(samples, device)
-    return [_packed(samples, dtype, device)]
+    return [_packed(samples, dtype, device, is_hybrid)]
 
 
 def _num_targets(samples: Sequence[TokenizedSample]) -> int:
@@ -126,7 +146,10 @@ def _labels(sample: TokenizedSample) -> "torch.Tensor":
 
 
 def _packed(
-    samples: Sequence[TokenizedSample], dtype: "torch.dtype", device: str
+    samples: Sequence[TokenizedSample],
+    dtype: "torch.dtype",
+    device: str,
+    is_hybrid: bool,
 ) -> Part:
     """Puts all samples into one row, in which each attends only to itself.
 
@@ -134,6 +157,8 @@ def _packed(
         samples: The samples.
         dtype: Dtype of the block mask.
         device: Where the tensors go.
+        is_hybrid: Whether some layers have a gated delta net, which takes the ends of
+            the samples in place of a mask.
     """
     import torch
 
@@ -148,6 +173,10 @@ def _packed(
         "position_ids": torch.cat(positions)[None].to(device),
         "attention_mask": mask[None, None],
     }
+    if is_hybrid:
+        masks = {"full_attention": mask[None, None], "linear_attention": None}
+        ends = torch.tensor([0, *map(len, ids)], device=device).cumsum(0)
+        inputs |= {"attention_mask": masks, "cu_seq_lens_q": ends}
     labels = torch.cat([_labels(s) for s in samples])[None].to(device)
     return Part(inputs, labels, _num_targets(samples))
 

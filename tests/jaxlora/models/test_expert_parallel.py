@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +14,19 @@ from jax.sharding import PartitionSpec as P
 from jaxlora.adapters.exchange import exchanged_slots
 from jaxlora.adapters.optimizer import OptimizerInputs
 from jaxlora.adapters.stage_sharding import ONE_DEVICE, StageSharding
+from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.division import part_shapes, weight_specs
 from jaxlora.models.forward import SlotKeys
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import check_experts_divide
 from jaxlora.train.execute.stage_passes import StagePasses
 from jaxlora.train.execute.step import CompiledSteps, optimizer_inputs
 from scripts.bench.mesh.routes import num_changed, with_chosen
 from tests import tiny
+from tests.jaxlora.models.test_logits import MODELS
 from tests.jaxlora.models.test_tensor_parallel import (
     KEYS,
     ROUNDING,
@@ -52,14 +56,22 @@ MIXTURE = {
     "shared_expert_intermediate_size": 16,
     "tie_word_embeddings": False,
 }
+# Its linears and its router have biases, and one linear makes gate and up.
+BIASED = json.loads((MODELS / "gpt_oss" / "config.json").read_text()) | {
+    "vocab_size": tiny.CONFIG["vocab_size"],
+    "num_hidden_layers": 1,
+    "num_local_experts": 8,
+}
+INT8 = {"base_format": BaseFormat.named("int8")}
 LANES = 4  # microbatches of every run
 
 
-def spec_of(**options) -> DecoderSpec:
-    spec = make_spec(1, model=MIXTURE, adapted=("q",), **options)
-    experts = [f"layers.0.mlp.experts.{n}_proj" for n in ("down", "gate", "up")]
+def spec_of(*, is_biased=False, **options) -> DecoderSpec:
+    model = BIASED if is_biased else MIXTURE
+    spec = make_spec(1, model=model, adapted=("q",), **options)
+    names = [name for name in linears(spec.config) if ".experts." in name]
     slots = dataclasses.replace(spec.slots, expert_rank=2)
-    adapted = tuple(sorted((*spec.adapted, *experts)))
+    adapted = tuple(sorted((*spec.adapted, *(f"layers.0.{name}" for name in names))))
     return dataclasses.replace(spec, slots=slots, adapted=adapted)
 
 
@@ -166,10 +178,13 @@ def inputs(spec: DecoderSpec) -> OptimizerInputs:
         pytest.param("data=2,expert=2", {}, marks=pytest.mark.grid),
         pytest.param("expert=4", {"remat": "elementwise"}, marks=pytest.mark.grid),
         pytest.param("expert=4", {"remat": "mlp"}, marks=pytest.mark.grid),
+        pytest.param("fsdp=2,expert=2", {"is_biased": True}, marks=pytest.mark.grid),
+        pytest.param("fsdp=2,expert=2", INT8, marks=pytest.mark.grid),
     ],
 )
 def test_losses_gradients_norms_and_the_step(mesh, options):
-    found, one = step_of(mesh, **options), step_of(None)
+    kept = {name: x for name, x in options.items() if name != "remat"}
+    found, one = step_of(mesh, **options), step_of(None, **kept)
     pairs = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(found), strict=True)
     for (path, wanted), actual in pairs:
         assert wanted.any(), path

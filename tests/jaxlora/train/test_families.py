@@ -53,6 +53,8 @@ MESHED = (
 def folder(request, tmp_path_factory) -> pathlib.Path:
     golden = json.loads((MODELS / request.param / "config.json").read_text())
     config = golden | {"vocab_size": tiny.CONFIG["vocab_size"]}
+    for key in {"num_experts", "num_local_experts"} & golden.keys():
+        config[key] = 6  # which devices can divide
     return write_base(tmp_path_factory.mktemp("base") / request.param, config)
 
 
@@ -128,5 +130,7 @@ def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, fo
     meshes_of = ["stage=2,fsdp=2"]
     if one.trainer.model.config.family.undivided is None:
         meshes_of.append("tensor=2")
+    if one.trainer.model.config.expert_shape(0) is not None:
+        meshes_of.append("stage=2,expert=2")
     for mesh in meshes_of:
         assert_same_on_meshes(one, meshes.train(mesh, pair, **given))
