@@ -152,6 +152,12 @@ def test_keys_and_decays_may_be_of_any_kind(kind):
     check(drawn(len(segments), **KINDS[kind]), segments, 3e-6, 2e-5)
 
 
+def test_rows_that_correct_nothing_have_a_gradient_of_beta():
+    segments = segments_of((70,))
+    q, k, v, g, beta, dout = drawn(len(segments))
+    check((q, k, v, g, beta.at[::3].set(0), dout), segments, 3e-6, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "lengths"),
     [((2, 4, 16, 32), (5, 66)), ((1, 1, 128, 16), LONG), ((1, 3, 96, 32), (70,))],
