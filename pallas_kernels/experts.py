@@ -206,7 +206,9 @@ def _output_with_gradient(passes: Passes):
             w_transposed, kept, [gather_rows(dy, plan)], row_weights=of_row
         )
         dh = dh.astype(jnp.float32)
-        dweights = rows_at((h.astype(jnp.float32) * dh).sum(1), plan.row)
+        # Without the barrier, XLA keeps h from before it was rounded, in float32.
+        wide = jax.lax.optimization_barrier(h).astype(jnp.float32)
+        dweights = rows_at((wide * dh).sum(1), plan.row)
         if projection.bias is not None:
             dweights += _of_bias(dy, projection.bias, plan)
         dh = (dh * of_row[:, None]).astype(h.dtype)
@@ -260,6 +262,7 @@ def of_rows(dropout: Dropout, plan: RowPlan, num_features: int) -> Dropout:
         plan.num_experts,
         num_features,
         plan.first_expert,
+        0 if dropout.first_feature is None else dropout.first_feature,
     )
     rate = jnp.tile(dropout.rate, plan.num_experts)
     return Dropout(None, rate, token_index, words)
