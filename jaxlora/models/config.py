@@ -245,6 +245,15 @@ class ExpertShape:
     rounds: bool = True
     shared_features: int | None = None
 
+    def divided(self, tensor: int) -> "ExpertShape":
+        """Returns the sizes on each of `tensor` devices, which divide the widths."""
+        shared = self.shared_features
+        return dataclasses.replace(
+            self,
+            features=self.features // tensor,
+            shared_features=None if shared is None else shared // tensor,
+        )
+
 
 def is_of_expert(name: str) -> bool:
     """Returns whether a linear of this module name, or path, is one of an expert."""

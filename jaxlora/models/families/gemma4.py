@@ -23,7 +23,7 @@ from jaxlora.models.config import (
     Rope,
 )
 from jaxlora.models.families.gemma import Gemma2Layer, Scale
-from jaxlora.models.families.mixture import UNDIVIDED, Features, NumExperts
+from jaxlora.models.families.mixture import Features, NumExperts
 from jaxlora.models.hf_config import (
     FULL,
     ROPES,
@@ -42,6 +42,7 @@ from jaxlora.models.hf_config import (
 from jaxlora.modules.norm import rms_norm
 from jaxlora.modules.rows import Rows
 
+_UNDIVIDED = "its experts are whole on each device"
 _SMALL = "such as gemma-4-E2B and gemma-4-E4B"
 _REFUSED = {
     "hidden_size_per_layer_input": f"embeddings for each layer, {_SMALL}",
@@ -233,7 +234,7 @@ class Gemma4(HfConfig):
         )
         if not self.enable_moe_block:
             return model
-        own = {"layer": Gemma4ExpertsLayer, "undivided": UNDIVIDED}
+        own = {"layer": Gemma4ExpertsLayer, "undivided": _UNDIVIDED}
         family = dataclasses.replace(model.family, **own)
         return dataclasses.replace(model, family=family)
 
