@@ -149,7 +149,7 @@ def _check_alike(projections: Sequence[Projection]) -> None:
             "projections must have the same number of slots, got "
             f"{[p.a.shape[0] for p in projections]}."
         )
-    formats = [_weight_format(p) for p in projections]
+    formats = [p.weight_format for p in projections]
     if len(set(formats)) != 1:
         raise ValueError(
             "projections must have base weights of one format, got "
@@ -164,11 +164,6 @@ def _check_alike(projections: Sequence[Projection]) -> None:
                 f"projections must have the same {name}, got {values}. Change it with "
                 f"dataclasses.replace(w, {name}=...)."
             )
-
-
-def _weight_format(projection: Projection) -> str | None:
-    w = projection.w
-    return w.format if isinstance(w, QuantizedWeight) else None
 
 
 def _check_quantized(w: QuantizedWeight, x, *, is_stack, w_transposed) -> None:
@@ -208,7 +203,7 @@ def _checked(
             out_features=p.b.shape[2],
             rank=rank,
             block_tokens=x.shape[0] // block_adapter.shape[0],
-            weight_format=_weight_format(p),
+            weight_format=p.weight_format,
         ),
     )
     if p.settings is not None:

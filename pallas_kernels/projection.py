@@ -122,6 +122,11 @@ class Projection:
         return self.w
 
     @property
+    def weight_format(self) -> str | None:
+        """Returns the format of a quantized w, or None if w is not quantized."""
+        return self.w.format if isinstance(self.w, QuantizedWeight) else None
+
+    @property
     def factor(self) -> Float[Array, " G"]:
         """Multiplier of s = dropout(x) A, by slot: scaling / (1 - rate)."""
         if self.dropout is None:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from jaxlora.config.strict import StrictModel, Wrong
 
-QuantizedFormat = Literal["fp8", "int8", "nf4"]
+QuantizedFormat = Literal["fp8", "int8", "mxfp4", "nf4"]
 
 
 def _kept_linears(base: Any, wrong: Wrong) -> None:
@@ -22,9 +22,10 @@ class BaseSettings(StrictModel):
 
     Attributes:
         quantize_base: Format of the weights: `fp8` (e4m3, one scale per output feature,
-            multiplied in fp8), `int8` (one scale per output feature) or `nf4` (as
-            bitsandbytes stores it), the last two dequantized layer by layer. None: that
-            of the checkpoint, which may be one of these.
+            multiplied in fp8), `int8` (one scale per output feature), `mxfp4` (as
+            gpt-oss stores its experts) or `nf4` (as bitsandbytes stores it), the last
+            three dequantized layer by layer. None: that of the checkpoint, which may be
+            one of these. Experts are dequantized in all formats.
         quantize_base_args: Settings of the format, by name, such as
             `{fp8_backward: false}`: the fields of its class in `OPTIONS` of
             `jaxlora.pallas_kernels`.

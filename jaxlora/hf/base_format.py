@@ -1,7 +1,7 @@
 """Decides in which format the linears of a base model are held."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxlora.common.patterns import Patterns
@@ -9,7 +9,7 @@ from jaxlora.errors import ConfigError, ModelError
 from jaxlora.hf.checkpoint import Checkpoint
 from jaxlora.hf.quantized.stored import StorageLayout
 from jaxlora.models.base_format import BaseFormat
-from jaxlora.models.config import ModelConfig, shared_path
+from jaxlora.models.config import ModelConfig, is_of_expert, shared_path
 from jaxlora.models.structure import (
     linear_names,
     linear_path,
@@ -28,8 +28,9 @@ def find_base_format(
 ) -> BaseFormat | None:
     """Returns the format of a base model's linears; None: they are not quantized.
 
-    A quantized checkpoint is taken as it is. If its weights are not there, all its
-    linears are assumed to be quantized, with the default options of the format.
+    A quantized checkpoint is taken as it is. If its weights are not there, all linears
+    that its layout is for are assumed to be quantized, with the default options of the
+    format.
 
     Args:
         checkpoint: The checkpoint; only the headers of its files are read.
@@ -49,6 +50,9 @@ def find_base_format(
     )
     if not checkpoint.files and (layout := checkpoint.layout) is not None:
         kept = kept_linears(config, keep_bf16)
+        if layout.is_of_experts:
+            dense = (p for p in checkpoint.linear_paths if not is_of_expert(p))
+            kept = tuple(dict.fromkeys((*kept, *dense)))
         stored = BaseFormat(options=OPTIONS[layout.format](), kept=kept)
         return _of_layout(config, layout, quantize, stored, settings)
     if not linears:
@@ -58,6 +62,14 @@ def find_base_format(
     kept = tuple(
         dict.fromkeys(shared_path(p) for p in paths if f"{p}.kernel" not in linears)
     )
+    dense = set(kept)
+    for path in paths:
+        if f"{path}.kernel" in linears and shared_path(path) in dense:
+            raise ModelError(
+                f"{checkpoint.folder}: {path} is quantized as {layout.kind}, and the "
+                "same linear of other experts is not, but their weights are one array. "
+                "Make a dense checkpoint of it with `jaxlora convert`."
+            )
     if keep_bf16:
         _check_kept(kept_linears(config, keep_bf16), kept, layout)
     options = {x.options for x in linears.values()}
@@ -95,6 +107,7 @@ def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ..
                 f"{names[0]!r}. The embedding, the head and norms are never quantized."
             )
         kept |= found
+    _check_experts(keep_bf16, kept, names)
     if len(kept) == len(names):
         raise ConfigError(
             f"keep_bf16={list(keep_bf16)} matches every linear of the model, so that "
@@ -102,6 +115,20 @@ def kept_linears(config: ModelConfig, keep_bf16: Sequence[str]) -> tuple[str, ..
         )
     paths = (shared_path(linear_path(name)) for name in names if name in kept)
     return tuple(dict.fromkeys(paths))
+
+
+def _check_experts(
+    keep_bf16: Sequence[str], kept: Collection[str], names: Sequence[str]
+) -> None:
+    """Checks that a linear is kept in all experts of a layer, or in none."""
+    shared = {shared_path(name) for name in kept if is_of_expert(name)}
+    for name in names:
+        if name not in kept and shared_path(name) in shared:
+            raise ConfigError(
+                f"keep_bf16={list(keep_bf16)} matches the same linear of other experts "
+                f"as {name}, and not this one, but their weights are one array. Match "
+                "all experts, such as by 'experts.*' or 'experts.*.down_proj'."
+            )
 
 
 def change_settings(base: BaseFormat, settings: Mapping[str, Any]) -> BaseFormat:
@@ -171,18 +198,11 @@ def _refused(error: ValueError) -> ConfigError:
 
 
 def _checked(config: ModelConfig, base: BaseFormat) -> BaseFormat:
-    paths = (shared_path(linear_path(name)) for name in linear_names(config))
-    shared = {path for path in paths if path.partition(".experts.")[1]}
-    if wrong := sorted(filter(base.quantizes, shared)):
-        raise ModelError(
-            f"{wrong[0]} would be held as {base.name}, and experts are computed with "
-            "dense weights only. Set keep_bf16 to ['experts.*']; of a checkpoint whose "
-            "experts are quantized, make a dense one with `jaxlora convert`."
-        )
+    paths = ((linear_path(n), shape) for n, shape in linear_shapes(config).items())
     quantized = dict.fromkeys(
-        (name.split(".", 3)[3], shape)
-        for name, shape in linear_shapes(config).items()
-        if base.quantizes(shared_path(linear_path(name)))
+        (shared_path(path).split(".", 2)[2], shape)
+        for path, shape in paths
+        if base.quantizes(path)
     )
     for name, (k, n) in quantized:
         _check_shape(base, name, n, k)

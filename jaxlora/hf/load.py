@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -22,6 +23,7 @@ from jaxlora.hf.bounded_threads import map_in_threads
 from jaxlora.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxlora.hf.files import hub_revision, model_folder
 from jaxlora.hf.quantized.place import Place, put_linear
+from jaxlora.hf.quantized.stored import StoredWeight
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import TensorSpec
@@ -229,7 +231,7 @@ def _load(
     results = map_in_threads(
         functools.partial(_load_weight, checkpoint, base, dtype, place),
         ordered,
-        num_bytes=lambda spec: _host_bytes(checkpoint, spec, dtype),
+        num_bytes=lambda spec: _host_bytes(checkpoint, spec, dtype, base),
         max_bytes=min(MAX_BYTES, max(MIN_BYTES, int(FRACTION * total))),
         num_threads=min(_MAX_THREADS, len(os.sched_getaffinity(0))),
     )
@@ -250,15 +252,31 @@ def _load(
 
 def _stored_bytes(checkpoint: Checkpoint, spec: TensorSpec) -> int:
     """Returns the bytes of a weight's tensors in the checkpoint."""
-    linear = checkpoint.quantized.get(spec.path)
-    parts = [part.hf_name for part in spec.parts]
-    names = parts if linear is None else linear.tensor_names
-    return sum(checkpoint.files[name].num_bytes(name) for name in names)
+    total = 0
+    for part in spec.parts:
+        linear = checkpoint.quantized.get(part.path)
+        names = [part.hf_name] if linear is None else linear.tensor_names
+        total += sum(checkpoint.files[name].num_bytes(name) for name in names)
+    return total
 
 
-def _host_bytes(checkpoint: Checkpoint, spec: TensorSpec, dtype: np.dtype) -> int:
-    """Returns the bytes of the host that are in use while a weight is loaded."""
+def _host_bytes(
+    checkpoint: Checkpoint,
+    spec: TensorSpec,
+    dtype: np.dtype,
+    base: BaseFormat | None = None,
+) -> int:
+    """Returns the bytes of the host that are in use while a weight is loaded.
+
+    With experts that are held quantized, they include those of the device on which the
+    experts are put together.
+    """
     stored = _stored_bytes(checkpoint, spec)
+    first, *others = spec.parts
+    if base is not None and others and _is_quantized(checkpoint, base, spec):
+        shapes = base.shapes(*first.shape[::-1], num_experts=1 + len(others))
+        whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values())
+        return whole + _stored_bytes(checkpoint, first)
     if spec.path in checkpoint.quantized:
         return stored
     name = spec.parts[0].hf_name
@@ -279,26 +297,54 @@ def _load_weight(
     check: Callable[[], None],
 ) -> _Loaded:
     """Reads a weight and puts it on its devices; returns when its buffers are free."""
-    if base is not None and (linear := checkpoint.quantized.get(spec.path)):
-        stored, hashes = linear.read(check)
-        params, squares = put_linear(spec.path, stored, base, place)
+    if base is not None and _is_quantized(checkpoint, base, spec):
+        hashes: dict[str, str] = {}
+        weights = _read_linears(checkpoint, spec, check, hashes)
+        params, squares = put_linear(spec, weights, base, place)
         return params, hashes, squares
-    path = spec.path
-    quantizes = (
-        base is not None
-        and not checkpoint.quantized
-        and path.removesuffix(".kernel") in checkpoint.linear_paths
-        and base.quantizes(path.removesuffix(".kernel"))
-    )
-    kind = np.dtype(np.float32) if quantizes else dtype
-    weight, hashes = _read(checkpoint, spec, kind, check)
-    if base is not None and quantizes:
-        params, _ = put_linear(path, weight, base, place)
-    else:
-        where = None if place is None else place(path, spec.shape)
-        array = put_converted(weight, where, dtype, transpose=spec.transpose)
-        params = {path: jax.block_until_ready(array)}
-    return params, hashes, np.zeros(2)
+    weight, hashes = _read(checkpoint, spec, dtype, check)
+    where = None if place is None else place(spec.path, spec.shape)
+    array = put_converted(weight, where, dtype, transpose=spec.transpose)
+    return {spec.path: jax.block_until_ready(array)}, hashes, np.zeros(2)
+
+
+def _is_quantized(
+    checkpoint: Checkpoint, base: BaseFormat | None, spec: TensorSpec
+) -> bool:
+    """Returns whether a weight is held quantized."""
+    path = spec.parts[0].path  # experts are alike
+    if base is None or path not in checkpoint.kernel_paths:
+        return False
+    if checkpoint.quantized:
+        return path in checkpoint.quantized
+    return base.quantizes(path.removesuffix(".kernel"))
+
+
+def _read_linears(
+    checkpoint: Checkpoint,
+    spec: TensorSpec,
+    check: Callable[[], None],
+    hashes: dict[str, str],
+) -> Iterator[np.ndarray | StoredWeight]:
+    """Reads the weight of a linear that is held quantized, or that of each expert.
+
+    Args:
+        checkpoint: The checkpoint.
+        spec: The weight.
+        check: See `TensorFile.read`.
+        hashes: Gets the hash of each tensor by Hugging Face's name.
+    """
+    for part in spec.parts:
+        if linear := checkpoint.quantized.get(part.path):
+            weight, digests = linear.read(check)
+        else:
+            kind = np.dtype(np.float32)
+            weight, digest = _read_tensor(checkpoint, kind, check, part.hf_name)
+            weight = weight if part.transpose else weight.T
+            digests = {part.hf_name: digest}
+        hashes |= digests
+        yield weight
+        del weight  # while the next one is read
 
 
 def _read(

@@ -35,13 +35,30 @@ class BaseFormat:
 
     def quantizes(self, path: str) -> bool:
         """Returns whether the linear of this path is quantized."""
-        return path not in self.kept
+        return shared_path(path) not in self.kept
+
+    def options_of(self, path: str) -> WeightOptions:
+        """Returns the options of the linear of this path, or of its kernel."""
+        return self.options.of_experts() if ".experts." in path else self.options
 
     def shapes(
-        self, out_features: int, in_features: int
+        self, out_features: int, in_features: int, num_experts: int | None = None
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of each array of a weight [N, K], by field."""
-        return self.options.shapes(out_features, in_features)
+        """Returns shape and dtype of each array of a weight [N, K], by field.
+
+        Args:
+            out_features: N.
+            in_features: K.
+            num_experts: X: each array of a stack of experts' weights has a first axis
+                of X. None: it is one weight.
+        """
+        if num_experts is None:
+            return self.options.shapes(out_features, in_features)
+        each = self.options.of_experts().shapes(out_features, in_features)
+        return {
+            field: jax.ShapeDtypeStruct((num_experts, *one.shape), one.dtype)
+            for field, one in each.items()
+        }
 
     @property
     def fields(self) -> list[str]:
@@ -49,9 +66,11 @@ class BaseFormat:
         kind: Any = self.options.weight
         return [field.name for field in dataclasses.fields(kind)]
 
-    def empty(self, out_features: int, in_features: int) -> QuantizedWeight:
-        """Returns a weight [N, K] whose arrays are zeros, to be replaced."""
-        shapes = self.shapes(out_features, in_features)
+    def empty(
+        self, out_features: int, in_features: int, num_experts: int | None = None
+    ) -> QuantizedWeight:
+        """Returns a weight whose arrays are zeros, to be replaced; see `shapes`."""
+        shapes = self.shapes(out_features, in_features, num_experts)
         return self.weight({k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()})
 
     def weight(self, arrays: Mapping[str, Any]) -> QuantizedWeight:
@@ -78,6 +97,11 @@ def kernel_of(
         stacked = params[shared]
         return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
     assert base_format is not None
-    paths = {field: f"{path}.{field}" for field in base_format.fields}
+    paths = {field: f"{shared}.{field}" for field in base_format.fields}
     found = {field: params[p] for field, p in paths.items() if p in params}
+    if shared != path:
+        found = {
+            field: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            for field, x in found.items()
+        }
     return base_format.weight(found)

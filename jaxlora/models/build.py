@@ -165,19 +165,14 @@ class LayerBuilder:
             "by_heads": role == "heads",
             "sections": sections,
         }
-        weights = [(module.kernel, ("K", "N"))]
-        if isinstance(module.kernel, QuantizedKernel):
-            fields = module.kernel.weight.dimensions.items()
-            weights = [(getattr(module.kernel, name), x) for name, x in fields]
-        for weight, letters in weights:
-            if isinstance(weight, BaseParam):
-                layout = {**names, **division, "transpose": True}
-                # A device cuts its own outputs out of a weight that is whole on each.
-                is_shared = role == "heads" and options.kv_parts < options.tensor
-                if len(sections) > 1 or is_shared:
-                    inputs = [i for i, letter in enumerate(letters) if letter == "K"]
-                    layout["gathered"] = tuple(inputs)
-                self._laid_out(weight, dimensions=letters, **layout)
+        for weight, letters in _weights(module.kernel):
+            layout = {**names, **division, "transpose": True}
+            # A device cuts its own outputs out of a weight that is whole on each.
+            is_shared = role == "heads" and options.kv_parts < options.tensor
+            if len(sections) > 1 or is_shared:
+                inputs = [i for i, letter in enumerate(letters) if letter == "K"]
+                layout["gathered"] = tuple(inputs)
+            self._laid_out(weight, dimensions=letters, **layout)
         if module.bias is not None:
             names["hf_name"] = f"{hf_name or name}.bias"
             self._laid_out(module.bias, dimensions=("N",), **names, **division)
@@ -191,6 +186,8 @@ class LayerBuilder:
         experts: ExpertShape,
         *,
         role: Role,
+        use_bias: bool = False,
+        is_one_tensor: bool = False,
     ) -> ExpertLinear:
         """Makes a frozen linear of each expert, with slots if they are adapted.
 
@@ -200,34 +197,46 @@ class LayerBuilder:
             in_features: K.
             out_features: N.
             experts: The mixture.
-            role: Whether it reads or writes hidden states. No device has a part of it.
+            role: Whether it reads or writes hidden states. No device has a part of it,
+                but the axis `expert` divides the experts.
+            use_bias: Whether it adds a bias.
+            is_one_tensor: Whether checkpoints have one tensor X K N of all experts,
+                which is read as one K N for each, and one of their biases.
         """
+        held = experts.number // self.config.expert_parts
+        experts = dataclasses.replace(experts, number=held)
         linear = LayerLinear(
             name=name,
             in_features=in_features,
             out_features=out_features,
-            use_bias=False,
+            use_bias=use_bias,
             projection=len(self.linears),
             role=role,
             experts=experts,
         )
         self.linears.append(linear)
         path = f"layers.{self.number}.{name}"
+        base_format, kernel = self.options.base_format, None
+        if base_format is not None and base_format.quantizes(path):
+            kernel = base_format.empty(out_features, in_features, experts.number)
         module = ExpertLinear(
             in_features,
             out_features,
             num_experts=experts.number,
             slots=self._slots if path in self._adapted else None,
+            use_bias=use_bias,
             dtype=self.options.dtype,
             projection=linear.projection,
+            kernel=kernel,
         )
         block, _, last = name.rpartition(".")
-        self._laid_out(
-            module.kernel,
-            hf_name=f"{block}.{{}}.{last}.weight",
-            dimensions=("X", "K", "N"),
-            transpose=True,
-        )
+        hf_name = f"{block}.{{}}.{last}.weight"
+        for weight, letters in _weights(module.kernel):
+            layout = {"dimensions": ("X", *letters), "transpose": not is_one_tensor}
+            self._laid_out(weight, hf_name=hf_name, expert_dim=0, **layout)
+        if module.bias is not None:
+            layout = {"hf_name": f"{name}_bias", "dimensions": ("X", "N")}
+            self._laid_out(module.bias, expert_dim=0, **layout)
         return module
 
     def _laid_out(self, weight: BaseParam, **layout: Any) -> BaseParam:
@@ -278,6 +287,17 @@ class LayerBuilder:
             sections=sections,
             gathered=(0, 1) if len(sections) == 1 else (),
         )
+
+
+def _weights(
+    kernel: BaseParam | QuantizedKernel,
+) -> list[tuple[BaseParam, tuple[str, ...]]]:
+    """Returns the arrays of a linear's frozen weight, and the letters of each."""
+    if isinstance(kernel, BaseParam):
+        return [(kernel, ("K", "N"))]
+    fields = kernel.weight.dimensions.items()
+    arrays = [(getattr(kernel, name), letters) for name, letters in fields]
+    return [(x, letters) for x, letters in arrays if isinstance(x, BaseParam)]
 
 
 def make_norm(

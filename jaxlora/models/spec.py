@@ -201,17 +201,25 @@ class DecoderSpec:
         variables = _variables(self.plain).items()
         return {path: x.layout for path, x in variables if x.layout is not None}
 
-    def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
+    def divided(
+        self, *, fsdp: int = 1, expert: int = 1, tensor: int = 1
+    ) -> "DecoderSpec":
         """Returns this decoder divided among the devices of these axes."""
         kv_parts = min(tensor, self.config.num_kv_heads)
         options = dataclasses.replace(
-            self.options, fsdp=fsdp, tensor=tensor, kv_parts=kv_parts
+            self.options, fsdp=fsdp, expert=expert, tensor=tensor, kv_parts=kv_parts
         )
         return dataclasses.replace(self, options=options)
 
-    def part(self, tensor: int) -> "DecoderSpec":
-        """Returns the decoder that each of `tensor` devices runs."""
-        return dataclasses.replace(self, config=part_config(self.config, tensor))
+    def part(self, tensor: int = 1, expert: int = 1) -> "DecoderSpec":
+        """Returns the decoder that each device along these axes runs."""
+        config = part_config(self.config, tensor, expert)
+        return dataclasses.replace(self, config=config)
+
+    @property
+    def own_part(self) -> "DecoderSpec":
+        """The decoder that each device runs, if this one is divided."""
+        return self.part(self.options.tensor, self.options.expert)
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:

@@ -6,22 +6,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxlora.modules.base_param import BaseParam, SlotVariable
+from jaxlora.modules.quantized_kernel import QuantizedKernel
 from jaxlora.modules.routing import Place, Routing, live_scaling
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.lora import VARIANT as LORA
 from jaxlora.modules.variants.variant import TrainedTensor
-from jaxlora.pallas_kernels import Dropout, Projection
+from jaxlora.pallas_kernels import Dropout, Projection, QuantizedWeight
 
 
 class ExpertLinear(nnx.Module):
-    """`x W[e] + scaling[g] * dropout(x) A[g, e] B[g, e]`, e and g by row.
+    """`x W[e] + bias[e] + scaling[g] * dropout(x) A[g, e] B[g, e]`, e and g by row.
 
     All experts have the same rank and scaling in a slot. Of the variants of LoRA, there
     is LoRA alone.
 
     Attributes:
-        kernel: Frozen weights W, X K N.
+        kernel: Frozen weights W, X K N, or quantized ones.
+        bias: Frozen bias, X N, or None.
         lora_a: A of each slot and expert, G X K R.
         lora_b: B of each slot and expert, G X R N.
         scaling: `lora_alpha / rank` of each slot, G.
@@ -36,8 +38,10 @@ class ExpertLinear(nnx.Module):
         *,
         num_experts: int,
         slots: SlotShape | None = None,
+        use_bias: bool = False,
         dtype: DTypeLike = jnp.bfloat16,
         projection: int = 0,
+        kernel: QuantizedWeight | None = None,
     ):
         """Makes the linears, with weights of zero and empty slots.
 
@@ -46,11 +50,19 @@ class ExpertLinear(nnx.Module):
             out_features: N.
             num_experts: X.
             slots: Shape of the slot tables; None: plain frozen linears.
+            use_bias: Whether they add biases.
             dtype: Dtype of kernels and activations.
             projection: Keys the dropout masks; differs between linears that share x.
+            kernel: Quantized weights, whose arrays have a first axis of X; None: those
+                of zero in `dtype`.
         """
-        k, n, x = in_features, out_features, num_experts
-        self.kernel = BaseParam(jnp.zeros((x, k, n), dtype))
+        self.sizes = x, k, n = num_experts, in_features, out_features
+        self.kernel = (
+            BaseParam(jnp.zeros(self.sizes, dtype))
+            if kernel is None
+            else QuantizedKernel(kernel)
+        )
+        self.bias = BaseParam(jnp.zeros((x, n), dtype)) if use_bias else None
         self.projection, self.slots = projection, slots
         if slots is None:
             return
@@ -79,11 +91,14 @@ class ExpertLinear(nnx.Module):
             num_adapters: Number of slots of the linears that run together, if this one
                 has none.
         """
-        w = self.kernel[...]
+        own = self.kernel
+        w = own.weight if isinstance(own, QuantizedKernel) else own[...]
+        bias = None if self.bias is None else self.bias[...]
         if self.slots is None:
-            (x, k, n), g = w.shape, num_adapters
+            (x, k, n), g = self.sizes, num_adapters
             return Projection(
                 w=w,
+                bias=bias,
                 a=jnp.zeros((x * g, k, 1), jnp.float32),
                 b=jnp.zeros((x * g, 1, n), jnp.float32),
                 scaling=jnp.zeros(g, jnp.float32),
@@ -95,6 +110,7 @@ class ExpertLinear(nnx.Module):
             dropout = Dropout(key, self.dropout[...], routing.token_index)
         return Projection(
             w=w,
+            bias=bias,
             a=self._by_slot(LORA_A),
             b=self._by_slot(LORA_B),
             scaling=live_scaling(self.scaling[...], rank),

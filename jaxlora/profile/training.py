@@ -26,6 +26,7 @@ from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import chosen_experts, linear_names, linear_path
 from jaxlora.objectives.sample import TokenizedSample
+from jaxlora.pallas_kernels import WeightOptions
 from jaxlora.plan.job.planned_model import PlannedModel, run_format
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.mesh.machine import Machine
@@ -99,24 +100,33 @@ def _quantized(
     key: jax.Array,
 ) -> dict[str, jax.Array]:
     """Makes the arrays of a quantized linear, by path."""
-    k, n = kernel_of(shapes, kernel, base_format).shape
-    fields = {field: f"{kernel}.{field}" for field in base_format.shapes(n, k)}
+    # All experts of a layer have one array, and their linears are alike.
+    one = kernel.replace(".experts.", ".experts.0.")
+    k, n = kernel_of(shapes, one, base_format).shape
+    first = shapes[f"{kernel}.values"].shape[:1] if one != kernel else ()
+    fields = {field: f"{kernel}.{field}" for field in base_format.shapes(n, k, *first)}
     where = None
     if place is not None:
         where = tuple((f, place(p, shapes[p].shape)) for f, p in fields.items())
-    arrays = _quantizer(base_format, where)(key, _scale(kernel, k), (n, k))
+    make = _quantizer(base_format.options_of(kernel), where)
+    arrays = make(key, _scale(kernel, k), (n, k), *first)
     # The next linear's unquantized weight would otherwise lie beside this one's.
     return {fields[f]: array for f, array in jax.block_until_ready(arrays).items()}
 
 
 @functools.cache
-def _quantizer(base_format: BaseFormat, where: tuple[tuple[str, Sharding], ...] | None):
-    def quantized(key, scale, shape):
-        w = jax.random.normal(key, shape, jnp.bfloat16) * scale
-        return base_format.options.quantize(w).arrays
+def _quantizer(options: WeightOptions, where: tuple[tuple[str, Sharding], ...] | None):
+    def quantized(key, scale, shape, num_experts=None):
+        def one(key):
+            w = jax.random.normal(key, shape, jnp.bfloat16) * scale
+            return options.quantize(w).arrays
+
+        if num_experts is None:
+            return one(key)
+        return jax.lax.map(one, jax.random.split(key, num_experts))
 
     shardings = None if where is None else dict(where)
-    return jax.jit(quantized, static_argnums=(2,), out_shardings=shardings)
+    return jax.jit(quantized, static_argnums=(2, 3), out_shardings=shardings)
 
 
 GIB = 2**30

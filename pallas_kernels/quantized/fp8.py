@@ -125,6 +125,10 @@ class Fp8Options(WeightOptions):
             return (one,)
         return one, dataclasses.replace(self, weight_copies=2)
 
+    def of_experts(self) -> "Fp8Options":
+        """Returns the options with one copy, as no product reads the transpose."""
+        return dataclasses.replace(self, weight_copies=1)
+
     @property
     def multiplies_forward(self) -> bool:
         """Whether kernels multiply e4m3; always true of this format."""

@@ -176,6 +176,10 @@ class WeightOptions:
         """
         return (self,)
 
+    def of_experts(self) -> "WeightOptions":
+        """Returns the options of experts' weights, which are always dequantized."""
+        return self
+
     def with_settings(self, settings: Mapping[str, Any]) -> "WeightOptions":
         """Returns these options with those that a user has set.
 

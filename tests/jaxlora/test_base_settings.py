@@ -34,7 +34,7 @@ def test_settings_of_a_quantized_base():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantize_base": "fp4"}, "quantize_base.*'fp8', 'int8' or 'nf4'"),
+        ({"quantize_base": "fp4"}, "quantize_base.*'fp8', 'int8', 'mxfp4' or 'nf4'"),
         ({"keep_bf16": ["down_proj"]}, "set quantize_base"),
         ({"quantize_base": "fp8", "keep_bf16": "down_proj"}, "keep_bf16"),
         ({"quantize_base": "fp8", "quantize_base_args": 2}, "quantize_base_args"),

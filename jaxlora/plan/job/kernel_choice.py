@@ -207,7 +207,8 @@ def kernels_unsupported(
             out_features=linear.out_features,
             rank=spec.slots.rank_of(is_of_experts=is_of_experts),
             block_tokens=TILE_TOKENS if is_of_experts else block_tokens,
-            weight_format=spec.options.weight_format(path),
+            # Those of experts are dequantized before each product.
+            weight_format=None if is_of_experts else spec.options.weight_format(path),
         )
         if (reason := backend.unsupported(shape)) is not None:
             return reason

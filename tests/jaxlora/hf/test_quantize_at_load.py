@@ -186,6 +186,6 @@ def test_shapes_that_nf4_cannot_hold_are_named(folder):
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantizing_needs_one_copy_in_float32_at_most(name):
     w = jax.ShapeDtypeStruct((512, 1024), np.float16)
-    program = place._quantized.lower(w, BaseFormat.named(name)).compile()
+    program = place._quantized.lower(w, BaseFormat.named(name).options).compile()
     temporary = program.memory_analysis().temp_size_in_bytes
     assert temporary <= 4.5 * w.size
