@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxlora
 
 session = jaxlora.Session("models/tiny", rank=8, microbatch_tokens=512)
-session.add_adapter("mine", rank=8)
+session.add_adapter("mine")
 
 
 def answered(question: str, answer: str) -> jaxlora.Datum:

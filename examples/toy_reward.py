@@ -13,7 +13,7 @@ import jaxlora
 session = jaxlora.Session("models/tiny", rank=8, microbatch_tokens=(256, 1024))
 decode, letters = session.tokenizer.decode, {"one": "a", "other": "e"}
 for name in letters:
-    session.add_adapter(name, rank=8)
+    session.add_adapter(name)
 prompts, rewards = ["Say something:", "A word, please:"], {name: [] for name in letters}
 for step in range(12):
     calls = []

@@ -45,7 +45,7 @@ class SessionConfig(StrictModel):
     rules = (_blocks,)
 
     slots: PositiveInt = 4
-    rank: PositiveInt = 32
+    rank: PositiveInt = 16
     target_modules: Texts = "all-linear"
     microbatch_tokens: Annotated[tuple[Tokens, ...], AtLeastOne, OneOrMore] = (2048,)
     block_tokens: Tokens = 64

@@ -23,14 +23,16 @@ from jaxlora.adapters.optimizer import OptimizerInputs, slot_step
 from jaxlora.adapters.optimizers.table import ADAMW
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.adapters.targets import Targets, choose_linears
+from jaxlora.common.job_name import BASE
 from jaxlora.common.patterns import Patterns
 from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.data.pack import JobBatch
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.config import shared_path
-from jaxlora.models.forward import SlotKeys
+from jaxlora.models.forward import JobLosses, SlotKeys
 from jaxlora.models.options import DecoderOptions
+from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import chosen_experts, linear_names, linear_path
 from jaxlora.modules.attention import WideHeads
@@ -151,12 +153,13 @@ Call = PassCall | StepCall
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class OpenAdapter:
-    """An adapter in a slot.
+    """An adapter in a slot, or the base.
 
     Attributes:
         name: Its name.
-        slot: Its slot.
-        like: The adapter as it was put there, which says its modules and ranks.
+        slot: Its slot; of the base any one.
+        like: The adapter as it was put there, which says its modules and ranks; the
+            base has none.
         num_steps: Optimizer steps that have changed its weights.
         calls: Calls that are not queued, in their order, by their numbers.
         last_step: The step that was queued last; None: there was none.
@@ -182,6 +185,7 @@ class Engine:
         spec: The decoder with its slots.
         table: The slots.
         adapters: The open adapters, by name.
+        base: The base, which has forward passes only.
     """
 
     def __init__(self, model: FrozenModel, config: SessionConfig):
@@ -205,6 +209,7 @@ class Engine:
         (stage,) = layout.stages
         (self.table,) = layout.empty_slots().tables
         self.adapters: dict[str, OpenAdapter] = {}
+        self.base = OpenAdapter(name=BASE, slot=0, like=Adapter(modules={}))
         self._base, self._steps = self.model.params, stage.steps
         self._step = _step_program(stage.steps)
         self._sizes = sorted(config.microbatch_tokens)
@@ -253,31 +258,45 @@ class Engine:
         self.adapters[name] = OpenAdapter(name=name, slot=free[0], like=adapter)
         return self.adapters[name]
 
-    def close(self, name: str) -> None:
-        """Empties the slot of an adapter, whose calls are finished first."""
-        self.finish(name)
-        self.table.clear(self.adapters.pop(name).slot)
+    def close(self, one: OpenAdapter) -> None:
+        """Empties the slot of an adapter, whose calls are finished."""
+        self.table.clear(self.adapters.pop(one.name).slot)
 
     # ---- calls -----------------------------------------------------------------------
 
-    def submit(self, name: str, call: Call) -> None:
+    def submit(self, one: OpenAdapter, call: Call) -> None:
         """Adds a call to those of an adapter."""
-        self.adapters[name].calls[next(self._numbers)] = call
+        one.calls[next(self._numbers)] = call
 
-    def finish(self, name: str) -> None:
-        """Works until all calls of an adapter have their results."""
-        one = self.adapters[name]
-        while one.calls:
+    def finish(self, one: OpenAdapter) -> None:
+        """Works until all calls of an adapter have their results.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        while one.calls or self._in_flight:
             self.advance()
-        while self._in_flight:
-            self._settle()
 
     def advance(self) -> bool:
         """Does the next piece of work: queues a step or a microbatch, or waits for one.
 
         Returns:
             False: nothing was left to do.
+
+        Raises:
+            DeviceError: A device has failed, or its memory is full.
         """
+        try:
+            return self._advance()
+        except jax.errors.JaxRuntimeError as error:
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            raise DeviceError(
+                f"a device failed: {reason.rstrip('.')}. If its memory is full, lower "
+                "microbatch_tokens, slots or rank, or set remat. This session cannot go"
+                " on: make another, and load what was saved."
+            ) from error
+
+    def _advance(self) -> bool:
         for one in self.adapters.values():
             number = next(iter(one.calls), None)
             if number is not None and isinstance(one.calls[number], StepCall):
@@ -293,7 +312,7 @@ class Engine:
 
     def _ready_passes(self) -> Iterator[tuple[int, OpenAdapter, PassCall]]:
         """Yields the calls before the next optimizer step of each adapter."""
-        for one in self.adapters.values():
+        for one in (self.base, *self.adapters.values()):
             for number, call in one.calls.items():
                 if isinstance(call, StepCall):
                     break
@@ -303,11 +322,12 @@ class Engine:
 
     def _queue_passes(self, ready: Sequence[tuple[OpenAdapter, PassCall]]) -> None:
         """Queues a microbatch with datums of some calls, the oldest first."""
-        is_training = ready[0][1].is_training
+        oldest, is_training = ready[0][0], ready[0][1].is_training
         waiting = [
             (one, call, number)
             for one, call in ready
             if call.is_training is is_training
+            and (one is self.base) is (oldest is self.base)
             for number in call.waiting
         ]
         every = [call.samples[number] for _, call, number in waiting]
@@ -324,46 +344,60 @@ class Engine:
         chosen = fill_oldest_first(samples, self._limits)
         tokens = padded_tokens(chosen, self._limits)
         rows = next(size for size in self._sizes if size >= tokens)
-        lengths = lambda sample: (sample.num_tokens,)
-        for (part,) in self._packer.split((chosen,), lengths, rows):
-            places = [(waiting[s.index][1], waiting[s.index][2]) for s in part]
-            self._queue_microbatch(part, places, batches, rows, is_training)
+        # If the work is broken off, datums are lost and not counted twice.
         for sample in chosen:
             one, call, number = waiting[sample.index]
             call.waiting.remove(number)
             one.has_gradients |= is_training
-        for one in {one.slot: one for one, _ in ready}.values():
+        for one in {id(one): one for one, _ in ready}.values():
             for number in [n for n, c in one.calls.items() if _is_queued(c)]:
                 del one.calls[number]
+        run = self._evaluate_base if oldest is self.base else self._evaluate
+        run = self._accumulate if is_training else run
+        lengths = lambda sample: (sample.num_tokens,)
+        for (part,) in self._packer.split((chosen,), lengths, rows):
+            places = [(waiting[s.index][1], waiting[s.index][2]) for s in part]
+            self._queue_microbatch(run, part, places, batches, rows)
+
+    def _accumulate(self, rows: PackedBatch) -> JobLosses:
+        """Queues both passes of rows."""
+        table, state = self.table, self.table.state
+        pending, losses, _ = self._steps.accumulate(
+            *(self._base, state.params, state.pending),
+            *(table.settings, rows, SlotKeys()),
+        )
+        table.state = dataclasses.replace(state, pending=pending)
+        return losses
+
+    def _evaluate(self, rows: PackedBatch) -> JobLosses:
+        """Queues a forward pass of rows."""
+        weights, settings = self.table.weights, self.table.settings
+        return self._steps.evaluate(self._base, weights, settings, rows, SlotKeys())
+
+    def _evaluate_base(self, rows: PackedBatch) -> JobLosses:
+        """Queues a forward pass of rows without adapters."""
+        weights, settings = self.table.of_reference
+        return self._steps.evaluate(self._base, weights, settings, rows, SlotKeys())
 
     def _queue_microbatch(
         self,
+        run: Callable[[PackedBatch], JobLosses],
         microbatch: Microbatch,
         places: Sequence[tuple[PassCall, int]],
         batches: Mapping[int, JobBatch],
         rows: int,
-        is_training: bool,
     ) -> None:
         """Queues a microbatch.
 
         Args:
+            run: Queues its passes.
             microbatch: Its samples.
             places: For each of them, its call and its number there.
             batches: The datums, by slot.
             rows: Rows of the microbatch.
-            is_training: Whether it adds to the gradients.
         """
-        table, packed = self.table, self._packer.pack((microbatch,), batches, rows)
-        (uploaded,) = self._packer.upload(packed)
-        inputs = table.settings, uploaded, SlotKeys()
-        if is_training:
-            state = table.state
-            pending, losses, _ = self._steps.accumulate(
-                self._base, state.params, state.pending, *inputs
-            )
-            table.state = dataclasses.replace(state, pending=pending)
-        else:
-            losses = self._steps.evaluate(self._base, table.weights, *inputs)
+        packed = self._packer.pack((microbatch,), batches, rows)
+        losses = run(self._packer.upload(packed)[0])
         ends = np.cumsum([sample.num_tokens for sample in microbatch])[:-1]
         is_row = packed.segment_ids >= 0
 

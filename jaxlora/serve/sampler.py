@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.config.generation_settings import GenerationSettings
+from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.api import generation_settings
@@ -26,7 +27,7 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.trained_tensors import tensor_of
 from jaxlora.serve.engine import Engine, OpenAdapter
 
-_COPY = NO_ADAPTER + 1  # the slot of the copy, beside that of the base
+_COPY = NO_ADAPTER + 1  # the slot of the copy, beside the empty one of the base
 _MOST_ROWS = 32  # sequences that are generated together
 
 
@@ -51,16 +52,24 @@ class Completion:
 class Sampler:
     """Generates with a copy of an adapter."""
 
-    def __init__(self, decoder: LoadedDecoder, model: FrozenModel, tokenizer: Any):
+    def __init__(
+        self,
+        decoder: LoadedDecoder,
+        slot: int,
+        model: FrozenModel,
+        tokenizer: Callable[[], Tokenizer],
+    ):
         """Makes a sampler; see `Session.publish`.
 
         Args:
-            decoder: A decoder with the copy in its second slot.
+            decoder: A decoder with the copy.
+            slot: The slot of the copy.
             model: The base model.
             tokenizer: Returns the model's tokenizer, which is read when texts are
                 given or the tokens that end a completion are not.
         """
-        self._decoder, self._model, self._tokenizer = decoder, model, tokenizer
+        self._decoder, self._slot = decoder, slot
+        self._model, self._tokenizer = model, tokenizer
 
     def sample(
         self,
@@ -148,7 +157,7 @@ class Sampler:
         left = self._model.config.max_positions - len(ids)
         return Request(
             token_ids=np.array(ids, np.int32),
-            slot=_COPY,
+            slot=self._slot,
             seed=seed,
             max_new_tokens=min(settings.max_new_tokens, left),
             num_until_stop=until_stop,
@@ -165,26 +174,30 @@ def _completion(request: Request, answer: Answer) -> Completion:
     )
 
 
-def publish(engine: Engine, one: OpenAdapter, tokenizer: Any) -> Sampler:
+def publish(
+    engine: Engine, one: OpenAdapter, tokenizer: Callable[[], Tokenizer]
+) -> Sampler:
     """Copies an adapter's weights on the device, for a sampler.
 
     Matrices are rounded to the model's dtype, as training does for its products.
 
     Args:
         engine: The engine.
-        one: The adapter, without calls that wait.
+        one: The adapter, without calls that wait, or the base.
         tokenizer: See `Sampler`.
     """
     spec = _sampling_spec(engine.spec)
     settings = SettingsTable(spec)
     settings.set({_COPY: one.like})
+    slot = NO_ADAPTER if one is engine.base else _COPY
     stage = LoadedStage(
         spec=spec,
         base=engine.model.params,
         adapters=_copier(engine.spec)(engine.table.weights, np.int32(one.slot)),
         settings=settings.settings,
     )
-    return Sampler(LoadedDecoder(stages=(stage,)), engine.model, tokenizer)
+    decoder = LoadedDecoder(stages=(stage,))
+    return Sampler(decoder, slot, engine.model, tokenizer)
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,10 +15,11 @@ from jaxlora.adapters.files.export_record import ExportRecord
 from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.fresh import fresh_adapter
+from jaxlora.common.job_name import BASE, check_job_name
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlora.errors import ConfigError, DataError, JaxloraError
+from jaxlora.errors import ConfigError, DataError, DeviceError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.models.base_format import kernel_of
@@ -58,10 +59,18 @@ class Pending[T]:
         return self._call.result is not None
 
     def result(self) -> T:
-        """Returns the result; works on what was called until it is there."""
+        """Returns the result; works on what was called until it is there.
+
+        Raises:
+            DeviceError: A device has failed, or the work was broken off.
+        """
         while self._call.result is None:
-            is_working = self._engine.advance()
-            assert is_working or self.is_done, "a call that nothing works on"
+            if not self._engine.advance():
+                raise DeviceError(
+                    "the work on this call was broken off by an earlier error, or by "
+                    "an interrupt, so it has no result. Load the adapter as it was "
+                    "saved last, and call again."
+                )
         found: Any = self._call.result
         return found
 
@@ -70,7 +79,7 @@ class Session:
     """A frozen model whose adapters are trained by calls.
 
         session = jaxlora.Session("HuggingFaceTB/SmolLM2-135M-Instruct")
-        session.add_adapter("mine", rank=16)
+        session.add_adapter("mine")
         for _ in range(10):
             done = session.forward_backward("mine", data)
             session.optim_step("mine", learning_rate=1e-4)
@@ -125,7 +134,7 @@ class Session:
         self,
         name: str,
         *,
-        rank: int = 16,
+        rank: int | None = None,
         lora_alpha: float = 32.0,
         use_rslora: bool = False,
         target_modules: str | Sequence[str] | None = None,
@@ -135,7 +144,7 @@ class Session:
 
         Args:
             name: Its name, which can also name a folder.
-            rank: Its rank, at most that of the session.
+            rank: Its rank, at most that of the session; None: that one.
             lora_alpha: The update is scaled by lora_alpha / rank.
             use_rslora: Whether it is scaled by lora_alpha / sqrt(rank).
             target_modules: The linears that it adapts, among those of the session;
@@ -149,7 +158,7 @@ class Session:
         job = LoraJob(
             name=self._new_name(name),
             data=DataConfig(path="-"),  # it comes with calls
-            rank=rank,
+            rank=self._config.rank if rank is None else rank,
             lora_alpha=lora_alpha,
             use_rslora=use_rslora,
             target_modules=(
@@ -244,8 +253,7 @@ class Session:
         Raises:
             ConfigError: There is no such adapter.
         """
-        self._adapter(name)
-        self._engine.close(name)
+        self._engine.close(self._finished(name))
 
     # ---- training --------------------------------------------------------------------
 
@@ -257,6 +265,8 @@ class Session:
         loss_config: Mapping[str, float] | None = None,
     ) -> Pending[PassResult]:
         """Computes log-probabilities and losses; arguments as for `forward_backward`.
+
+        The name `base` gives those of the base model, such as for a reference.
 
         Raises:
             JaxloraError: As for `forward_backward`.
@@ -381,12 +391,14 @@ class Session:
     def publish(self, name: str) -> Sampler:
         """Returns a sampler with a copy of an adapter, after all calls for it.
 
-        Later steps do not change the copy, which lives as long as the sampler.
+        Later steps do not change the copy, which lives as long as the sampler. The
+        name `base` gives the base model.
 
         Raises:
             ConfigError: There is no such adapter.
         """
-        return publish(self._engine, self._finished(name), lambda: self.tokenizer)
+        one = self._engine.base if name == BASE else self._finished(name)
+        return publish(self._engine, one, lambda: self.tokenizer)
 
     def sample(
         self, name: str, prompts: Sequence[str | Sequence[int]], **options: Any
@@ -394,7 +406,7 @@ class Session:
         """Samples completions of prompts with an adapter as it is after all its calls.
 
         Args:
-            name: The adapter.
+            name: The adapter, or `base`.
             prompts: Texts, or lists of token ids.
             **options: Further arguments of `Sampler.sample`, such as `num_samples`,
                 `max_new_tokens`, `temperature` and `seed`.
@@ -445,8 +457,9 @@ class Session:
             raise DataError(f"it has token {largest}, and the model has {size} tokens.")
 
     def _submit(self, name: str, call: Call) -> Pending:
-        self._adapter(name)
-        self._engine.submit(name, call)
+        is_read = isinstance(call, PassCall) and not call.is_training
+        one = self._engine.base if is_read and name == BASE else self._adapter(name)
+        self._engine.submit(one, call)
         return Pending(self._engine, call)
 
     def _adapter(self, name: str) -> OpenAdapter:
@@ -460,11 +473,15 @@ class Session:
 
     def _finished(self, name: str) -> OpenAdapter:
         """Returns an adapter after all calls for it have their results."""
-        self._adapter(name)
-        self._engine.finish(name)
-        return self._engine.adapters[name]
+        one = self._adapter(name)
+        self._engine.finish(one)
+        return one
 
     def _new_name(self, name: str) -> str:
+        try:
+            check_job_name(name, kind="adapter")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if name in self._engine.adapters:
             raise ConfigError(
                 f"there is an adapter {name!r} already. Choose another name, or remove "

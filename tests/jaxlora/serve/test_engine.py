@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from jaxlora import Datum
+from jaxlora.errors import ConfigError, DeviceError
+from jaxlora.serve.session import Session
+from tests.jaxlora.serve.conftest import LINEARS, SETTINGS, scaled
 from tests.jaxlora.serve.test_losses import (
     count_microbatches,
     datums,
@@ -70,8 +73,6 @@ def test_adapters_together_are_as_alone(tiny_model, make_adapter, monkeypatch):
     The first one lies as alone. The second lies behind the first; its neighbour has
     other data of the same lengths, other settings, and diverges.
     """
-    from tests.jaxlora.serve.conftest import LINEARS, SETTINGS, Session, scaled
-
     rng = np.random.default_rng(2)
     data = {name: datums(rng, (9, 5)) for name in ("a", "b", "other")}
     plain, odd = {"learning_rate": RATE}, {"learning_rate": 1e30, "weight_decay": 0.5}
@@ -249,6 +250,44 @@ def test_calls_run_in_the_order_of_their_adapter(opened):
     assert before.is_done and step.is_done
     again = session.forward("a", data).result()
     np.testing.assert_array_equal(again.logprobs[0], after.result().logprobs[0])
+
+
+def test_the_base(opened, session):
+    """Its log-probabilities are those of a fresh adapter, and not of another one."""
+    session, data = opened("a"), datums(np.random.default_rng(11))
+    session.add_adapter("fresh")
+    base, own, fresh = (session.forward(name, data) for name in ("base", "a", "fresh"))
+    for lp, other, same in zip(
+        base.result().logprobs,
+        own.result().logprobs,
+        fresh.result().logprobs,
+        strict=True,
+    ):
+        np.testing.assert_allclose(lp, same, rtol=1e-6)
+        assert not np.allclose(lp, other, rtol=1e-3)
+    options = {"max_new_tokens": 4, "temperature": 1.0}
+    found = [session.sample(n, [[3, 4]], **options) for n in ("base", "fresh")]
+    assert found[0] == found[1]
+    with pytest.raises(ConfigError, match="no adapter 'base'"):
+        session.forward_backward("base", data)
+
+
+def test_work_that_breaks_off_is_not_counted_twice(opened, monkeypatch):
+    session, data = opened("a"), datums(np.random.default_rng(12))
+    session.add_adapter("b", rank=2)
+    lost = session.forward_backward("a", data)
+
+    def interrupt(rows):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._engine, "_accumulate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lost.result()
+    with pytest.raises(DeviceError, match="was broken off"):
+        lost.result()
+    session.forward_backward("b", data).result()
+    assert session.optim_step("a", RATE).result().grad_norm == 0
 
 
 def test_a_microbatch_has_the_smallest_size_that_holds_it(opened, monkeypatch):

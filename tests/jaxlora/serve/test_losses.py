@@ -158,9 +158,9 @@ def count_microbatches(session, monkeypatch) -> list[int]:
     """Returns a list that gets the rows of each microbatch that is queued."""
     called, queue = [], session._engine._queue_microbatch
 
-    def count(part, places, batches, rows, is_training):
-        called.append(rows)
-        return queue(part, places, batches, rows, is_training)
+    def count(*given):
+        called.append(given[-1])
+        return queue(*given)
 
     monkeypatch.setattr(session._engine, "_queue_microbatch", count)
     return called
