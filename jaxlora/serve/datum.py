@@ -10,6 +10,7 @@ from jaxlora.errors import ConfigError, DataError
 from jaxlora.objectives.datum import LOSSES, datum_inputs
 from jaxlora.objectives.sample import TokenizedSample
 
+Numbers = Sequence[float] | np.ndarray
 _FLOATS = "weights", "logprobs", "advantages"
 
 
@@ -59,11 +60,11 @@ class Datum:
 
     @staticmethod
     def of(
-        prompt: Sequence[int],
-        completion: Sequence[int],
+        prompt: Numbers,
+        completion: Numbers,
         *,
-        logprobs: Sequence[float] | None = None,
-        advantages: float | Sequence[float] | None = None,
+        logprobs: Numbers | None = None,
+        advantages: float | Numbers | None = None,
     ) -> "Datum":
         """Returns a datum that predicts each token of a completion from those before.
 
@@ -109,7 +110,10 @@ def _numbers(name: str, given: Any) -> np.ndarray:
 
 
 def _whole_numbers(name: str, given: Any) -> np.ndarray:
-    array = np.asarray(given)
+    try:
+        array = np.asarray(given)
+    except ValueError:  # lists of unlike lengths
+        array = np.empty((0, 0))
     is_whole = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
     if not is_whole or (array.size and not 0 <= array.min() <= array.max() < 2**31):
         raise DataError(f"{name} is {given!r:.60}. Give a list of token ids.")

@@ -7,6 +7,7 @@ of work. A device is always given the next piece before the host reads the resul
 the one before.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -274,8 +275,11 @@ class Engine:
         Raises:
             DeviceError: As for `advance`.
         """
-        while one.calls or self._in_flight:
+        while one.calls:
             self.advance()
+        with _device_errors():
+            while self._in_flight:
+                self._settle()
 
     def advance(self) -> bool:
         """Does the next piece of work: queues a step or a microbatch, or waits for one.
@@ -286,15 +290,8 @@ class Engine:
         Raises:
             DeviceError: A device has failed, or its memory is full.
         """
-        try:
+        with _device_errors():
             return self._advance()
-        except jax.errors.JaxRuntimeError as error:
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            raise DeviceError(
-                f"a device failed: {reason.rstrip('.')}. If its memory is full, lower "
-                "microbatch_tokens, slots or rank, or set remat. This session cannot go"
-                " on: make another, and load what was saved."
-            ) from error
 
     def _advance(self) -> bool:
         for one in self.adapters.values():
@@ -445,6 +442,20 @@ class Engine:
     def _settle(self) -> None:
         """Waits for the oldest piece of work that is queued, and takes its results."""
         self._in_flight.popleft()()
+
+
+@contextlib.contextmanager
+def _device_errors() -> Iterator[None]:
+    """Turns an error of a device into one that says what to do."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise DeviceError(
+            f"a device failed: {reason.rstrip('.')}. If its memory is full, lower "
+            "microbatch_tokens, slots or rank, or set remat. This session cannot go "
+            "on: make another, and load what was saved."
+        ) from error
 
 
 @functools.lru_cache(maxsize=32)

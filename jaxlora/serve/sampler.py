@@ -27,6 +27,9 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.trained_tensors import tensor_of
 from jaxlora.serve.engine import Engine, OpenAdapter
 
+# A text, or token ids.
+TokenPrompt = str | Sequence[int] | np.ndarray
+
 _COPY = NO_ADAPTER + 1  # the slot of the copy, beside the empty one of the base
 _MOST_ROWS = 32  # sequences that are generated together
 
@@ -73,7 +76,7 @@ class Sampler:
 
     def sample(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[TokenPrompt],
         *,
         num_samples: int = 1,
         end_tokens: Sequence[int] | None = None,
@@ -122,11 +125,11 @@ class Sampler:
         every = [made[i] for i in range(len(requests))]
         return [list(some) for some in itertools.batched(every, num_samples)]
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _ids(self, prompt: TokenPrompt) -> list[int]:
         config = self._model.config
         if isinstance(prompt, str):
             return prompt_ids(Prompt(prompt), self._tokenizer(), config.max_positions)
-        ids = list(prompt)
+        ids = [int(i) for i in np.asarray(prompt)]
         if not ids or not 0 <= min(ids) <= max(ids) < config.vocab_size:
             raise ConfigError(
                 f"it must have one token or more, each from 0 to "

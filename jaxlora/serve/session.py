@@ -35,7 +35,7 @@ from jaxlora.serve.engine import (
     StepCall,
     StepResult,
 )
-from jaxlora.serve.sampler import Completion, Sampler, publish
+from jaxlora.serve.sampler import Completion, Sampler, TokenPrompt, publish
 from jaxlora.serve.state_file import read_state, write_state
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -401,7 +401,10 @@ class Session:
         return publish(self._engine, one, lambda: self.tokenizer)
 
     def sample(
-        self, name: str, prompts: Sequence[str | Sequence[int]], **options: Any
+        self,
+        name: str,
+        prompts: Sequence[TokenPrompt],
+        **options: Any,
     ) -> list[list[Completion]]:
         """Samples completions of prompts with an adapter as it is after all its calls.
 

@@ -131,6 +131,7 @@ ONE = {"tokens": [1, 2], "target_tokens": [2, 3]}
         (ONE | {"tokens": [1.5, 2]}, "a list of token ids"),
         (ONE | {"tokens": [-1, 2]}, "a list of token ids"),
         (ONE | {"tokens": "ab"}, "a list of token ids"),
+        (ONE | {"tokens": [[1], [2, 3]]}, "a list of token ids"),
         (ONE | {"target_tokens": [1]}, "target_tokens has 1 numbers, and there are 2"),
         (ONE | {"weights": [1, float("nan")]}, "a list of finite numbers"),
         (ONE | {"weights": [[1, 2]]}, "a list of finite numbers"),
