@@ -272,6 +272,32 @@ def test_the_base(opened, session):
         session.forward_backward("base", data)
 
 
+def test_nothing_is_compiled_again(opened, tmp_path):
+    """Neither for other adapters, ranks, lengths or settings, nor by loading."""
+    session, rng = opened("a"), np.random.default_rng(13)
+    engine = session._engine
+
+    def count() -> int:
+        return engine._steps.num_compilations() + engine._step.num_compilations()
+
+    def use(name: str, lengths, rate: float) -> None:
+        data = with_logprobs(session, name, datums(rng, lengths))
+        session.forward_backward(name, data, "ppo", {"clip_low_threshold": rate})
+        session.optim_step(name, rate, weight_decay=rate, grad_clip_norm=rate)
+        session.save_state(name, tmp_path / "a.safetensors")
+
+    use("a", (60, 9), 0.1)
+    use("a", (5,), 0.1)
+    session.load("b", tmp_path / "a.safetensors")
+    session.remove("a")
+    before = count()
+    session.add_adapter("c", rank=3, target_modules=["q_proj"])
+    session.load("d", tmp_path / "a.safetensors")
+    for name, lengths in {"b": (7, 3, 2), "c": (80,), "d": (6, 6)}.items():
+        use(name, lengths, 0.2)
+    assert count() == before
+
+
 def test_work_that_breaks_off_is_not_counted_twice(opened, monkeypatch):
     session, data = opened("a"), datums(np.random.default_rng(12))
     session.add_adapter("b", rank=2)
