@@ -49,6 +49,7 @@ class Experts(nnx.Module):
             shape: The mixture.
         """
         self.shape, self.implementation = shape, make.options.implementation
+        self.most_adapters = make.options.most_adapters
         self.gate = make.weight(
             (config.hidden_size, shape.number),
             "mlp.gate.weight",
@@ -99,7 +100,13 @@ class Experts(nnx.Module):
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
-        plan = route_rows(chosen, blocks, self.shape.number, num_adapters)
+        plan = route_rows(
+            chosen,
+            blocks,
+            self.shape.number,
+            num_adapters,
+            most_adapters=min(num_adapters, self.most_adapters or num_adapters),
+        )
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
