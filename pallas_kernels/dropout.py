@@ -224,6 +224,7 @@ def expert_mask_words(
     token_index: Int[Array, " S"],
     num_experts: int,
     num_features: int,
+    first_expert: Int[Array, ""] | int = 0,
 ) -> MaskWords:
     """Computes the words of a linear of experts, whose mask depends on the expert, too.
 
@@ -236,8 +237,11 @@ def expert_mask_words(
         token_index: The index of each row's token in its job's global batch.
         num_experts: X.
         num_features: K.
+        first_expert: Number of the first of them among all experts of the layer.
     """
-    expert = jnp.arange(1, num_experts + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
+    number = jnp.arange(1, num_experts + 1, dtype=jnp.uint32)
+    number += jnp.asarray(first_expert, jnp.uint32)
+    expert = number * jnp.uint32(0x9E3779B1)
     of_slot = _mix(key[:, 0] ^ _mix(expert)[:, None]).reshape(-1)
     slot_key = jnp.stack([of_slot, of_slot], axis=1)[None]
     (words,) = mask_words(slot_key, block_slot, token_index, 0)

@@ -42,6 +42,8 @@ class RowPlan:
             that are no padding.
         num_tiles: Number of tiles up to the last that is no padding.
         fits: Whether all copies have a row. If not, `combine_rows` returns NaN.
+        first_expert: Number in the layer of the first of these experts, which keys
+            dropout masks.
         num_adapters: G.
         usual_blocks: About how many blocks are in such tiles, as launches are planned.
     """
@@ -54,6 +56,7 @@ class RowPlan:
     starts: Int[Array, " XG1"]
     num_tiles: Int[Array, " 1"]
     fits: Bool[Array, ""]
+    first_expert: Int[Array, ""]
     num_adapters: int = dataclasses.field(metadata={"static": True})
     usual_blocks: int = dataclasses.field(metadata={"static": True})
 
@@ -100,6 +103,8 @@ def route_rows(
     num_adapters: int,
     *,
     most_adapters: int | None = None,
+    num_parts: int = 1,
+    first_expert: Int[Array, ""] | int = 0,
 ) -> RowPlan:
     """Groups the copies of tokens by expert and adapter.
 
@@ -107,13 +112,16 @@ def route_rows(
     token's routes depend on nothing but its own experts.
 
     Args:
-        expert_ids: The experts of each token, all different, from 0 to X - 1.
+        expert_ids: The experts of each token, all different, from 0 to X - 1. A token
+            has no copy for others.
         block_adapter: Adapter of each token block; the T / TB tokens of a block share
             one; -1 for padding.
         num_experts: X.
         num_adapters: G.
         most_adapters: The most adapters that have tokens here, by which the number of
             rows goes; None: G. If more of them need more rows, the results are NaN.
+        num_parts: Number of devices that have X experts of the tokens each.
+        first_expert: Number in the layer of the first of these experts.
 
     Raises:
         ValueError: T is not a multiple of TB.
@@ -135,12 +143,14 @@ def route_rows(
     within = jnp.cumsum(group, 1, dtype=jnp.int32) - group
     first = first_tile[:, None] * TILE_BLOCKS + within
     base = first.T[jnp.maximum(block_adapter, 0)] * TILE_TOKENS + earlier  # [TB, X]
-    row = jnp.take_along_axis(base[:, None] + rank, ids, axis=2)
+    is_here = (block_adapter >= 0)[:, None, None] & (ids >= 0) & (ids < num_experts)
+    here = jnp.where(is_here, ids, 0)
+    row = jnp.take_along_axis(base[:, None] + rank, here, axis=2)
     most_adapters = num_adapters if most_adapters is None else most_adapters
-    blocks = num_blocks(t * k, num_experts, most_adapters)
+    blocks = num_blocks(t * min(k, num_experts), num_experts, most_adapters)
     copy = jnp.arange(t * k, dtype=jnp.int32)
     beyond = blocks * TILE_TOKENS + copy.reshape(row.shape)
-    row = jnp.where((block_adapter >= 0)[:, None, None], row, beyond)
+    row = jnp.where(is_here, row, beyond)
     # A row has at most one copy, so this adds nothing up.
     copies = jnp.full(blocks * TILE_TOKENS, t * k, jnp.int32)
     copies = copies.at[row.reshape(-1)].set(copy, mode="drop", unique_indices=True)
@@ -157,8 +167,9 @@ def route_rows(
         starts=starts,
         num_tiles=jnp.minimum(last_tile[-1:], blocks // TILE_BLOCKS),
         fits=last_tile[-1] * TILE_BLOCKS <= blocks,
+        first_expert=jnp.asarray(first_expert, jnp.int32),
         num_adapters=num_adapters,
-        usual_blocks=_usual_blocks(t * k, num_experts, most_adapters),
+        usual_blocks=_usual_blocks(t * k // num_parts, num_experts, most_adapters),
     )
 
 

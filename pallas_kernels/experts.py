@@ -231,7 +231,12 @@ def of_rows(dropout: Dropout, plan: RowPlan, num_features: int) -> Dropout:
     """Returns the dropout of rows and slots for one of tokens and adapters."""
     token_index = rows_at(dropout.token_index, plan.token)
     words = expert_mask_words(
-        dropout.given_key(), plan.slot, token_index, plan.num_experts, num_features
+        dropout.given_key(),
+        plan.slot,
+        token_index,
+        plan.num_experts,
+        num_features,
+        plan.first_expert,
     )
     rate = jnp.tile(dropout.rate, plan.num_experts)
     return Dropout(None, rate, token_index, words)

@@ -54,8 +54,8 @@ class Lanes:
 
     Attributes:
         data: Number of replicas.
-        fsdp: Number of lanes of each replica. They hold shards of the same base weights
-            but run different microbatches.
+        fsdp: Number of lanes of each replica. They hold shards of the same base
+            weights, or some of its experts, but run different microbatches.
         pipeline: The pipeline, whose distance is in ticks.
         replicas: Replicas with microbatches of different sizes, from the largest to the
             smallest; empty if all lanes have the same size. `data` and `fsdp` are then

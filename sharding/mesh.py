@@ -11,7 +11,7 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 
 logger = logging.getLogger(__name__)
 
-STAGE_AXES = ("data", "fsdp", "tensor")
+STAGE_AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def stage_meshes(
@@ -20,7 +20,7 @@ def stage_meshes(
     """Makes one mesh for each pipeline stage, with the axes `STAGE_AXES`.
 
     The devices are taken in their order: first along `tensor`, whose devices exchange
-    the most, then `fsdp`, `data`, and the stages. So those have neighbors. If
+    the most, then `expert`, `fsdp`, `data`, and the stages. So those have neighbors. If
     there are more devices than the mesh needs, it takes the first ones. Must be called
     before the first collective; see `layerwise.use_copy_engines`.
 
@@ -41,5 +41,6 @@ def stage_meshes(
         )
     if sizes.fsdp > 1:
         use_copy_engines()
-    grid = np.array(used).reshape(sizes.stage, sizes.data, sizes.fsdp, sizes.tensor)
+    each = sizes.stage, sizes.data, sizes.fsdp, sizes.expert, sizes.tensor
+    grid = np.array(used).reshape(each)
     return tuple(jax.sharding.Mesh(stage, STAGE_AXES) for stage in grid)

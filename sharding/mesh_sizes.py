@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 
-AXES = ("data", "stage", "fsdp", "tensor")
+AXES = ("data", "stage", "fsdp", "expert", "tensor")
 ONE_DEVICE = "fsdp=1"
 
 _EXAMPLES = "fsdp=4, or stage=2,tensor=2; one device is fsdp=1"
@@ -19,6 +19,8 @@ class MeshSizes:
         stage: Pipeline stages; each holds a range of the layers.
         fsdp: Devices that share the base weights of one stage of one replica, and have
             microbatches of their own.
+        expert: Devices that share the experts of each layer, and have microbatches of
+            their own.
         tensor: Devices that share the heads, the features of the MLP and the vocabulary
             of one microbatch.
 
@@ -29,6 +31,7 @@ class MeshSizes:
     data: int = 1
     stage: int = 1
     fsdp: int = 1
+    expert: int = 1
     tensor: int = 1
 
     def __post_init__(self):
@@ -74,7 +77,7 @@ class MeshSizes:
     @property
     def num_lanes(self) -> int:
         """Number of microbatches that each pipeline stage runs at the same time."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     def check_fits(self, num_devices: int) -> None:
         """Checks that a machine has enough devices.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec
 
 FSDP = "fsdp"
+EXPERT = "expert"
 TENSOR = "tensor"
 
 
@@ -41,17 +42,20 @@ def shard_dim(
     )
 
 
-def weight_spec(fsdp: int | None, tensor: int | None = None) -> PartitionSpec:
+def weight_spec(
+    fsdp: int | None, tensor: int | None = None, expert: int | None = None
+) -> PartitionSpec:
     """Returns the placement of a weight.
 
-    If both axes divide one dimension, `fsdp` divides the part of each device along
-    `tensor`, so that a gather over `fsdp` gives that part.
+    If several axes divide one dimension, `fsdp` divides the part of each device along
+    the others, so that a gather over `fsdp` gives that part.
 
     Args:
         fsdp: The dimension that the axis `fsdp` divides; None: it divides none.
         tensor: The dimension that the axis `tensor` divides; None: it divides none.
+        expert: The dimension that the axis `expert` divides; None: it divides none.
     """
-    pairs = [(TENSOR, tensor), (FSDP, fsdp)]
+    pairs = [(EXPERT, expert), (TENSOR, tensor), (FSDP, fsdp)]
     dims = [dim for _, dim in pairs if dim is not None]
     names = [
         tuple(axis for axis, own in pairs if own == dim)

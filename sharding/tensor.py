@@ -48,7 +48,7 @@ def whole_rows(x: Shaped[Array, "..."], num_devices: int) -> Shaped[Array, "..."
     return x if num_devices == 1 else _whole_rows(x)
 
 
-def _with_transpose(
+def with_transpose(
     run: Callable[[Any], Any], transpose: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Returns a function whose gradient is that of its result, transposed."""
@@ -65,10 +65,10 @@ def _scattered(x):
     return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
 
 
-_gather_rows = _with_transpose(_joined, _scattered)
-_scatter_rows = _with_transpose(_scattered, _joined)
-_whole_rows = _with_transpose(_joined, lambda dy: own_part(dy, axis=0))
-_sum_out = _with_transpose(lambda x: jax.lax.psum(x, TENSOR), lambda dy: dy)
+_gather_rows = with_transpose(_joined, _scattered)
+_scatter_rows = with_transpose(_scattered, _joined)
+_whole_rows = with_transpose(_joined, lambda dy: own_part(dy, axis=0))
+_sum_out = with_transpose(lambda x: jax.lax.psum(x, TENSOR), lambda dy: dy)
 
 
 def sum_out[T](x: T, num_devices: int) -> T:
@@ -159,9 +159,17 @@ def own_sections(
     return jnp.concatenate(own, axis)
 
 
-def gathered(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Joins the parts of all devices along an axis."""
-    return jax.lax.all_gather(x, TENSOR, axis=axis, tiled=True)
+def gathered(
+    x: Shaped[Array, "..."], axis: int, over: str = TENSOR
+) -> Shaped[Array, "..."]:
+    """Joins the parts of all devices along an axis of the array.
+
+    Args:
+        x: The part of this device.
+        axis: The axis.
+        over: Axis of the mesh whose devices have the parts.
+    """
+    return jax.lax.all_gather(x, over, axis=axis, tiled=True)
 
 
 def own_part(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:

@@ -41,6 +41,7 @@ def exchange(
     axes: Sequence[str],
     whole_axes: Sequence[str] = (),
     divided: Collection[str] = (),
+    divided_axes: Sequence[str] = (),
 ) -> Pending:
     """Gives every device the sum of a slot's pending gradients over all devices.
 
@@ -56,7 +57,8 @@ def exchange(
         slot: Number of the slot, int32.
         axes: Axes of the mesh whose devices have microbatches of their own.
         whole_axes: Further axes over which tables are summed that are not divided.
-        divided: Names of the tables that are divided over these further axes.
+        divided: Names of the tables of which a device has a part.
+        divided_axes: Axes over which these are summed.
     """
     rows = jax.tree.map(lambda x: x[0, slot], pending)
     own = {name: x for name, x in rows.gradients.items() if name in divided}
@@ -65,7 +67,7 @@ def exchange(
     if axes:
         is_finite = jax.lax.all_gather(is_finite, tuple(axes)).all()
     new = Pending(
-        gradients=_sums(own, axes) | _sums(whole, (*axes, *whole_axes)),
+        gradients=_sums(own, divided_axes) | _sums(whole, (*axes, *whole_axes)),
         is_finite=is_finite,
     )
 

@@ -1,7 +1,6 @@
 """The adapter that a new job starts from."""
 
 import functools
-import itertools
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from jaxlora.models.slot_modules import SLOT_MODULES, Tokens
 from jaxlora.modules.trained_tensors import tensors_with
 from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.table import variants_with
-from jaxlora.modules.variants.variant import TrainedTensor
+from jaxlora.modules.variants.variant import NewModule, TrainedTensor
 
 _MAX_THREADS = 8
 _PART_SIZE = 1 << 22  # numbers that a thread draws at least, if there are as many
@@ -52,28 +51,39 @@ def fresh_adapter(
         for name, module in modules.items()
     }
 
-    def drawn(name: str) -> dict[str, np.ndarray]:
-        rng, rank = _random(job, name), modules[name].rank
-        tensors = {}
+    def drawn(part: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+        new = {n: NewModule(_random(job, n), kernels[n], modules[n].rank) for n in part}
+        found = {name: made[name] for name in part}
         if (draw := DRAWN.get(job.init_lora_weights)) is not None:
-            pair = draw(rng, kernels[name].shape, rank)
-            tensors = dict(zip((LORA_A.name, LORA_B.name), pair, strict=True))
-        tensors |= made[name]
+            for name, one in new.items():
+                pair = draw(one.rng, one.kernel.shape, one.rank)
+                both = zip((LORA_A.name, LORA_B.name), pair, strict=True)
+                found[name] = dict(both) | found[name]
         for tensor in wanted:
-            if tensor.name not in tensors:
+            left = [name for name in part if tensor.name not in found[name]]
+            if left:
                 assert tensor.start is not None
-                tensors[tensor.name] = tensor.start(job, rng, kernels[name], rank)
-        named = {tensor.name: tensors[tensor.name] for tensor in wanted}
-        return {n: x.astype(np.float32, copy=False) for n, x in named.items()}
+                values = tensor.start(job, [new[name] for name in left])
+                for name, value in zip(left, values, strict=True):
+                    found[name] = found[name] | {tensor.name: value}
+        return {
+            name: {t.name: _float32(one[t.name]) for t in wanted}
+            for name, one in found.items()
+        }
 
     # NumPy draws without the interpreter's lock. A thread gets many modules: to hand
     # over a small one, or the lock, takes longer than to draw it.
     size = sum(module.rank * kernels[n].shape[0] for n, module in modules.items())
     names, num_parts = tuple(modules), min(_num_threads(), 1 + size // _PART_SIZE)
-    parts = (names[start::num_parts] for start in range(num_parts))
-    found = _threads().map(lambda part: {name: drawn(name) for name in part}, parts)
-    tensors = dict(itertools.chain.from_iterable(one.items() for one in found))
+    # Those of the same kind, which follow each other at a distance, are drawn together.
+    alike = sorted(names, key=lambda name: kernels[name].shape[0])
+    parts = (alike[start::num_parts] for start in range(num_parts))
+    tensors = {k: x for one in _threads().map(drawn, parts) for k, x in one.items()}
     return _adapter(job, modules, kernels, {name: tensors[name] for name in names})
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32, copy=False)
 
 
 def is_drawn_alone(job: LoraJob) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -255,14 +255,15 @@ class GradientNorms:
     is_finite: Bool[Array, "*G"]
 
 
-def measure(pending: Pending, *, divided: Collection[str] = ()) -> GradientNorms:
+def measure(pending: Pending, *, division: TableDivision = WHOLE) -> GradientNorms:
     """Measures the pending gradients of every slot on this stage.
 
     Args:
         pending: Gradients that are summed over the devices for the slots that step; see
             `exchange`. The measures of other slots have no meaning.
-        divided: Names of the tables of which this device has a part.
+        division: The tables of which this device has a part.
     """
+    divided = division.weights
     pending = _own(pending)
 
     def squares(gradients: Tables) -> jax.Array:
@@ -274,7 +275,8 @@ def measure(pending: Pending, *, divided: Collection[str] = ()) -> GradientNorms
     whole = {n: g for n, g in pending.gradients.items() if n not in divided}
     total = over_slots(whole)
     if parts:
-        total += gathered(over_slots(parts)[None], axis=0).sum(axis=0)
+        every = gathered(over_slots(parts)[None], axis=0, over=division.over)
+        total += every.sum(axis=0)
     return GradientNorms(squares=total, is_finite=pending.is_finite)
 
 
@@ -326,11 +328,12 @@ def optimizer_step(
         LoRA+, arXiv 2402.12354; those of the optimizers are in their table.
     """
     if not stages:
-        stages = [measure(state.pending, divided=division.weights)]
+        stages = [measure(state.pending, division=division)]
     measured = _over_stages(stages)
     tables = state.params, state.optimizer_state
     gradients = _summed(state.pending, inputs.step_mask)
-    joins = any(OPTIMIZERS[name].mixes_elements for name in inputs.settings)
+    mixes = any(OPTIMIZERS[name].mixes_elements for name in inputs.settings)
+    joins = mixes and division.cuts_tables
     if joins:
         params, optimizer_state, gradients = division.join(*tables, gradients)
         tables = params, optimizer_state

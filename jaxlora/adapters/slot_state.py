@@ -36,13 +36,15 @@ def empty_state(
     division: TableDivision = WHOLE,
 ) -> AdapterState:
     """Computes the state of empty slots; see `zero_state`."""
-    parts = () if placement.num_devices == 1 else (placement.num_lanes,)
-    terms = tuple(n * placement.num_tensor for n in parts)
+    parts = lanes = terms = ()
+    if placement.num_devices > 1:
+        parts, lanes = (placement.num_parts,), (placement.num_lanes,)
+        terms = (placement.num_devices,)
 
     def zeros(name: str, *axes: int) -> jax.Array:
         return jnp.zeros((*axes, *shapes[name].shape), shapes[name].dtype)
 
-    is_finite = jnp.ones((*parts, num_slots), jnp.bool_)
+    is_finite = jnp.ones((*lanes, num_slots), jnp.bool_)
     gradients = {
         n: zeros(n, *(parts if n in division.weights else terms)) for n in shapes
     }

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxlora.sharding.rules import TENSOR
+from jaxlora.sharding.rules import EXPERT, TENSOR
 
 # Specs of the tables of each stack, by name.
 TableSpecs = dict[str, PartitionSpec]
 
 # The axes of a stage's mesh whose devices have rows of their own.
-LANES = ("data", "fsdp")
+LANES = ("data", "fsdp", EXPERT)
 # Arrays that each device has whole, such as hyperparameters of the slots.
 REPLICATED = PartitionSpec()
 
@@ -26,11 +26,12 @@ class StageSharding:
 
     Every device holds all slots, and the samples of a job may run on all of them. Along
     `tensor`, a device holds its part of those tables that are divided; see
-    `jaxlora.models.tensor_parallel`.
+    `jaxlora.models.tensor_parallel`. Along `expert`, it holds the tables of its own
+    experts; no mesh has both axes.
 
     Attributes:
-        mesh: Mesh with the axes `data`, `fsdp` and `tensor`; None: one device, which is
-            JAX's default or the one on which the base is.
+        mesh: Mesh with the axes `data`, `fsdp`, `expert` and `tensor`; None: one
+            device, which is JAX's default or the one on which the base is.
         device: The one device, if there is no mesh; None: JAX's default.
     """
 
@@ -51,6 +52,11 @@ class StageSharding:
         return 1 if self.mesh is None else self.mesh.shape[TENSOR]
 
     @property
+    def num_expert(self) -> int:
+        """Number of devices that share the experts."""
+        return 1 if self.mesh is None else self.mesh.shape[EXPERT]
+
+    @property
     def num_lanes(self) -> int:
         """Number of microbatches that run at the same time."""
         return self.num_devices // self.num_tensor
@@ -59,6 +65,28 @@ class StageSharding:
     def summed_axes(self) -> tuple[str, ...]:
         """Axes over whose microbatches a slot's gradients are summed; empty: one."""
         return () if self.num_lanes == 1 else LANES
+
+    @property
+    def num_parts(self) -> int:
+        """Number of terms of the gradients of a divided table: one for each lane.
+
+        The devices that share the experts run those of all their lanes at once.
+        """
+        return self.num_lanes // self.num_expert
+
+    @property
+    def divided_axes(self) -> tuple[str, ...]:
+        """Axes over which the gradients of divided tables are summed."""
+        return () if self.num_parts == 1 else self._part_axes
+
+    @property
+    def _part_axes(self) -> tuple[str, ...]:
+        return LANES if self.num_expert == 1 else LANES[:-1]
+
+    @property
+    def divided_over(self) -> str:
+        """The axis along which tables are divided, if any are."""
+        return TENSOR if self.num_expert == 1 else EXPERT
 
     @property
     def whole_axes(self) -> tuple[str, ...]:
@@ -90,9 +118,10 @@ class StageSharding:
 
         Args:
             names: Names of the stacks.
-            axes: Axis of the features, of tables that are divided along `tensor`.
+            axes: Axis that is divided, of the tables that are.
         """
-        return {name: _spec([None], axes.get(name)) for name in names}
+        over = self.divided_over
+        return {name: _spec([None], axes.get(name), over) for name in names}
 
     def gradients(self, names: Iterable[str], axes: Mapping[str, int]) -> TableSpecs:
         """Sums of gradients on each device, by name, with an axis F before the slots.
@@ -102,14 +131,14 @@ class StageSharding:
 
         Args:
             names: Names of the stacks.
-            axes: Axis of the features, of tables that are divided along `tensor`.
+            axes: Axis that is divided, of the tables that are.
         """
-        found = {}
+        found, over = {}, self.divided_over
         for name in names:
             if name in axes:
-                found[name] = _spec([LANES, None], axes[name] + 1)
+                found[name] = _spec([self._part_axes, None], axes[name] + 1, over)
             else:
-                found[name] = _spec([(*LANES, TENSOR)], None)
+                found[name] = _spec([(*LANES, TENSOR)], None, over)
         return found
 
     def sharding(self, spec: PartitionSpec) -> Sharding | None:
@@ -159,9 +188,9 @@ def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _spec(first: list[Any], axis: int | None) -> PartitionSpec:
-    """Makes a spec of its first entries, and of the axis that `tensor` divides."""
-    entries = first if axis is None else [*first, *[None] * (axis - len(first)), TENSOR]
+def _spec(first: list[Any], axis: int | None, over: str) -> PartitionSpec:
+    """Makes a spec of its first entries, and of the axis that `over` divides."""
+    entries = first if axis is None else [*first, *[None] * (axis - len(first)), over]
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)

@@ -64,6 +64,7 @@ _TRACKING = (
     "Set report_to of the run; environment variables of the tracker choose the project."
 )
 _PUSH = "Leave it out: `jaxlora export RUN OUT --push OWNER/NAME` uploads the adapters."
+_MESH = "Set mesh of the run: data, stage, fsdp, expert and tensor, or auto."
 _CACHED = "Leave it out: records are tokenized in parallel, and tokens are cached."
 _TEMPLATE = (
     "Set chat_template in data: a file, a model's folder, chatml, llama3 or a text; or "
@@ -91,9 +92,9 @@ _OF_MODELS = {
     "hub_model_id": _PUSH,
     "run_name": _TRACKING,
     "wandb_project": _TRACKING,
-    "deepspeed": "Set mesh of the run: data, stage, fsdp and tensor, or auto.",
-    "fsdp": "Set mesh of the run: data, stage, fsdp and tensor, or auto.",
-    "fsdp_config": "Set mesh of the run: data, stage, fsdp and tensor, or auto.",
+    "deepspeed": _MESH,
+    "fsdp": _MESH,
+    "fsdp_config": _MESH,
     "dataset_num_proc": _CACHED,
     "datasets": _DATASETS,
     "dataset": _DATASETS,

@@ -57,9 +57,10 @@ class RunConfig(BaseSettings):
             tensor for each linear of an expert; `fused`, one for those of all experts;
             or `auto`: as peft reads it, per expert if it reads both.
         mesh: Devices that the run uses, as sizes of the axes `data` (replicas), `stage`
-            (pipeline stages), `fsdp` (devices that share the base weights) and `tensor`
-            (devices that share each microbatch), such as `stage=2,fsdp=2`, or as a
-            mapping; `auto` chooses the sizes.
+            (pipeline stages), `fsdp` (devices that share the base weights), `expert`
+            (devices that share the experts of each layer) and `tensor` (devices that
+            share each microbatch), such as `stage=2,fsdp=2`, or as a mapping; `auto`
+            chooses the sizes.
         replicas: Replicas that differ in their devices or in the size of their
             microbatches, and train the same adapters; samples run where they fit.
             `auto` chooses them, or equal ones. None: replicas are equal (axis `data` of

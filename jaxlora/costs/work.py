@@ -267,8 +267,11 @@ def _elementwise_work(spec: DecoderSpec, layer: int) -> Work:
     width, experts = config.hidden_size, config.expert_shape(layer)
     elements = 10 * width + 3 * config.intermediate_size
     if experts is not None:  # each copy is gathered, and added to its token
-        inner = experts.features * experts.chosen + (experts.shared_features or 0)
-        elements = 10 * width + 3 * inner + 4 * width * experts.chosen
+        # Devices that share the experts have rows for all copies that could come.
+        parts = config.expert_parts
+        copies = parts * min(experts.chosen, experts.number // parts)
+        inner = experts.features * copies + (experts.shared_features or 0)
+        elements = 10 * width + 3 * inner + 4 * width * copies
     shape = config.delta_shape(layer)
     if shape is None:
         elements += 4 * (config.query_features + config.kv_features)

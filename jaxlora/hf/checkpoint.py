@@ -1,5 +1,6 @@
 """Opens a checkpoint folder and checks that its config and its tensors agree."""
 
+import collections
 import dataclasses
 import functools
 import logging
@@ -23,7 +24,7 @@ from jaxlora.hf.quantized.linears import (
 )
 from jaxlora.hf.quantized.stored import StorageLayout, StoredWeight
 from jaxlora.hf.tensor_file import TensorFile
-from jaxlora.models.config import ModelConfig
+from jaxlora.models.config import ModelConfig, is_of_expert
 from jaxlora.models.registry import model_config
 from jaxlora.models.structure import TensorSpec, linear_names, linear_path, tensor_specs
 
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales)?")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\.\w+)\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -149,7 +151,8 @@ class Checkpoint:
         """Yields the name and the contents of every tensor, for a dense copy.
 
         Quantized linears are dequantized to float32. Scales of activations are left
-        out. Dense tensors are not checked for NaN and infinity.
+        out. Dense tensors are not checked for NaN and infinity. Each linear of an
+        expert is N K; where checkpoints have one tensor, `as_stored` makes it.
 
         Raises:
             ModelError: A tensor cannot be read, or a quantized linear is not finite.
@@ -161,7 +164,9 @@ class Checkpoint:
                 weight, _ = linears[name].read()
                 yield name, np.asarray(_dequantized(weight))
             elif name not in parts | self.activation_scales:
-                yield name, file.array(name)
+                is_transposed = self._has_fused_experts and is_of_expert(name)
+                array = file.array(name)
+                yield name, array.T if is_transposed else array
 
     def as_stored(
         self, tensors: Iterable[tuple[str, np.ndarray]], dtype: np.dtype | None
@@ -172,11 +177,36 @@ class Checkpoint:
             tensors: Tensors of the text model.
             dtype: Dtype of those of other parts; None: they keep their own.
         """
-        for name, array in tensors:
+        for name, array in self._fused(tensors):
             yield self.stored_names.get(name, name), array
         for name, file in self.other_files.items():
             array = file.array(name)
             yield name, array if dtype is None else array.astype(dtype)
+
+    @property
+    def _has_fused_experts(self) -> bool:
+        return self.config.family.has_fused_experts
+
+    def _fused(
+        self, tensors: Iterable[tuple[str, np.ndarray]]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields tensors, with experts as one X K N where checkpoints have that."""
+        if not self._has_fused_experts:
+            yield from tensors
+            return
+        places = {name: _EXPERT.fullmatch(name) for name in self.files}
+        numbers = collections.Counter(m[1] + m[3] for m in places.values() if m)
+        stacks: dict[str, dict[int, np.ndarray]] = {}
+        for name, array in tensors:
+            if (match := places.get(name)) is None:
+                yield name, array
+                continue
+            whole = match[1] + match[3]
+            stack = stacks.setdefault(whole, {})
+            stack[int(match[2])] = array.T
+            if len(stack) == numbers[whole]:
+                del stacks[whole]
+                yield whole, np.stack([stack[i] for i in sorted(stack)])
 
 
 def with_values(config_json: Mapping[str, Any], **values: Any) -> dict[str, Any]:
@@ -242,7 +272,8 @@ def _without_files(folder: pathlib.Path) -> Checkpoint:
 
 def _with_files(planned: Checkpoint) -> Checkpoint:
     planned = _with_text_files(planned, safetensor_files(planned.folder))
-    files = _with_single_experts(planned.files)
+    is_fused = planned.config.family.has_fused_experts
+    files = _with_single_experts(planned.files, is_fused=is_fused)
     planned = dataclasses.replace(planned, files=files)
     _check_num_layers(planned, files)
     if not _has_own_head(planned.config, files):
@@ -284,21 +315,29 @@ def _with_text_files(planned: Checkpoint, files: dict[str, TensorFile]) -> Check
     )
 
 
-def _with_single_experts(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+def _with_single_experts(
+    files: dict[str, TensorFile], *, is_fused: bool
+) -> dict[str, TensorFile]:
     """Returns the files of all tensors, with one for each linear of an expert.
 
     Transformers 5 can write the experts of a layer as two tensors, of which one has
     gate and up of an expert, one after the other.
+
+    Args:
+        files: The file of each tensor.
+        is_fused: See `Family.has_fused_experts`.
     """
     found = {}
     for name, file in files.items():
         match = _FUSED.fullmatch(name)
-        if match is None or len(file.shape(name)) != 3:
+        if match is None or len(file.shape(name)) < 3 or (match[3] and not is_fused):
             found[name] = file
             continue
-        experts, kind = match.groups()
-        linears = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        number, rows, _ = file.shape(name)
+        experts, kind, part = match.groups()
+        linears = (kind,)
+        if kind == "gate_up_proj" and not is_fused:
+            linears = "gate_proj", "up_proj"
+        number, rows, *_ = file.shape(name)
         if number == 0 or rows % len(linears):
             raise ModelError(
                 f"{file.path}: {name} has shape {list(file.shape(name))}; wanted "
@@ -306,7 +345,7 @@ def _with_single_experts(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
                 "copy it again."
             )
         parts = [
-            f"{experts}.{i}.{linear}.weight"
+            f"{experts}.{i}.{linear}.{'scales' if part == '_scales' else 'weight'}"
             for i in range(number)
             for linear in linears
         ]

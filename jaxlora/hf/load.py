@@ -274,7 +274,7 @@ def _host_bytes(
     stored = _stored_bytes(checkpoint, spec)
     first, *others = spec.parts
     if base is not None and others and _is_quantized(checkpoint, base, spec):
-        shapes = base.shapes(*first.hf_shape, num_experts=1 + len(others))
+        shapes = base.shapes(*first.shape[::-1], num_experts=1 + len(others))
         whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values())
         return whole + _stored_bytes(checkpoint, first)
     if spec.path in checkpoint.quantized:
@@ -340,6 +340,7 @@ def _read_linears(
         else:
             kind = np.dtype(np.float32)
             weight, digest = _read_tensor(checkpoint, kind, check, part.hf_name)
+            weight = weight if part.transpose else weight.T
             digests = {part.hf_name: digest}
         hashes |= digests
         yield weight

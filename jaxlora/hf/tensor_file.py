@@ -1,6 +1,7 @@
 """A safetensors file whose tensors are read one at a time, hashed and checked."""
 
 import io
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -78,16 +79,20 @@ class TensorFile:
         """Divides a tensor X N K into matrices with names of their own, from now on.
 
         Args:
-            name: Name of the tensor, which is forgotten.
+            name: Name of the tensor, which is forgotten. If it has more dimensions, the
+                last ones are one here.
             parts: Names of the matrices, in the order of the tensor's rows; their
                 number is a multiple of X.
         """
         entry = self._header.pop(name)
-        (x, n, k), (first, end) = entry["shape"], entry["data_offsets"]
+        (x, n, *others), (first, end) = entry["shape"], entry["data_offsets"]
         rows, size = n * x // len(parts), (end - first) // len(parts)
         for i, part in enumerate(parts):
             start = first + i * size
-            place = {"shape": [rows, k], "data_offsets": [start, start + size]}
+            place = {
+                "shape": [rows, math.prod(others)],
+                "data_offsets": [start, start + size],
+            }
             self._header[part] = entry | place
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ TRACKING = (
     "environment variables of W&B and Trackio choose the project."
 )
 KERNELS = "The kernels are chosen by the device; see implementation and attention."
-DEVICES = "Set mesh of the run (or --mesh): data, stage, fsdp and tensor, or auto."
+DEVICES = (
+    "Set mesh of the run (or --mesh): data, stage, fsdp, expert and tensor, or auto."
+)
 EVERY_EVALUATION = (
     "eval_every is a number of optimizer steps. Without it, a job is evaluated at its "
     "start and its end."

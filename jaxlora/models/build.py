@@ -186,6 +186,8 @@ class LayerBuilder:
         experts: ExpertShape,
         *,
         role: Role,
+        use_bias: bool = False,
+        is_one_tensor: bool = False,
     ) -> ExpertLinear:
         """Makes a frozen linear of each expert, with slots if they are adapted.
 
@@ -195,13 +197,19 @@ class LayerBuilder:
             in_features: K.
             out_features: N.
             experts: The mixture.
-            role: Whether it reads or writes hidden states. No device has a part of it.
+            role: Whether it reads or writes hidden states. No device has a part of it,
+                but the axis `expert` divides the experts.
+            use_bias: Whether it adds a bias.
+            is_one_tensor: Whether checkpoints have one tensor X K N of all experts,
+                which is read as one K N for each, and one of their biases.
         """
+        held = experts.number // self.config.expert_parts
+        experts = dataclasses.replace(experts, number=held)
         linear = LayerLinear(
             name=name,
             in_features=in_features,
             out_features=out_features,
-            use_bias=False,
+            use_bias=use_bias,
             projection=len(self.linears),
             role=role,
             experts=experts,
@@ -216,14 +224,19 @@ class LayerBuilder:
             out_features,
             num_experts=experts.number,
             slots=self._slots if path in self._adapted else None,
+            use_bias=use_bias,
             dtype=self.options.dtype,
             projection=linear.projection,
             kernel=kernel,
         )
         block, _, last = name.rpartition(".")
-        layout = {"hf_name": f"{block}.{{}}.{last}.weight", "transpose": True}
+        hf_name = f"{block}.{{}}.{last}.weight"
         for weight, letters in _weights(module.kernel):
-            self._laid_out(weight, dimensions=("X", *letters), **layout)
+            layout = {"dimensions": ("X", *letters), "transpose": not is_one_tensor}
+            self._laid_out(weight, hf_name=hf_name, expert_dim=0, **layout)
+        if module.bias is not None:
+            layout = {"hf_name": f"{name}_bias", "dimensions": ("X", "N")}
+            self._laid_out(module.bias, expert_dim=0, **layout)
         return module
 
     def _laid_out(self, weight: BaseParam, **layout: Any) -> BaseParam:

@@ -276,6 +276,8 @@ class Family:
             None: it can.
         composite: The model of which it is the text part; None: it is by itself.
         others: Starts of names of tensors in checkpoints that are of other parts.
+        has_fused_experts: Whether checkpoints have one tensor X K N of each linear of
+            all experts, or the two of MXFP4, which are X N K.
         renamed: Regular expressions for parts of names of tensors in checkpoints, and
             what stands here in their place; the first that is found counts.
     """
@@ -288,6 +290,7 @@ class Family:
     undivided: str | None = None
     composite: Composite | None = None
     others: tuple[str, ...] = ()
+    has_fused_experts: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
 
     def text_name(self, name: str) -> str | None:
@@ -337,6 +340,8 @@ class ModelConfig:
         tie_embeddings: Whether the head is the transposed embedding.
         layer_windows: For each layer, how many tokens back a token sees, itself
             included; None sees all of its segment.
+        expert_parts: Number of devices among which the experts of each layer are
+            divided; this is the model of one of them. It is not in the `repr`, either.
 
     Raises:
         ValueError: The sizes contradict each other.
@@ -365,6 +370,7 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_embeddings: bool = False
     layer_windows: tuple[int | None, ...]
+    expert_parts: int = dataclasses.field(default=1, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "model_type", self.family.model_type)

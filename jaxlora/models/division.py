@@ -1,7 +1,7 @@
 """How the weights and slot tables of a decoder are divided over a mesh.
 
-Weights are divided over the axes `fsdp` and `tensor`, and slot tables over `tensor`, by
-the layouts of the weights and the roles of the linears; see
+Weights are divided over the axes `fsdp`, `expert` and `tensor`, and slot tables over
+`expert` or `tensor`, by the layouts of the weights and the roles of the linears; see
 `jaxlora.models.tensor_parallel`.
 """
 
@@ -24,7 +24,7 @@ from jaxlora.sharding.tensor import own_sections
 
 
 def weight_specs(spec: DecoderSpec) -> dict[str, PartitionSpec]:
-    """Path -> how a frozen weight is divided over `fsdp` and `tensor`.
+    """Path -> how a frozen weight is divided over `fsdp`, `expert` and `tensor`.
 
     Args:
         spec: A decoder, divided by its options; see `DecoderSpec.divided`.
@@ -32,27 +32,33 @@ def weight_specs(spec: DecoderSpec) -> dict[str, PartitionSpec]:
     Raises:
         ValueError: A weight cannot be divided by `options.fsdp`.
     """
-    dims, specs = _tensor_dims(spec), {}
+    dims, expert_dims, specs = _tensor_dims(spec), _expert_dims(spec), {}
     for path, layout in spec.layouts().items():
         own, part, gathered = dims[path], list(layout.shape), layout.gathered
+        expert = expert_dims[path]
+        if expert is not None:
+            part[expert] //= spec.options.expert
         if own is not None:
             part[own] //= spec.options.tensor
         elif spec.options.tensor > 1:
             # `own_heads` cuts this dimension of a shard, which must hold all of it.
             gathered = tuple(dim for dim in gathered if dim != layout.tensor_dim)
         dim = shard_dim(path, part, spec.options.fsdp, dims=gathered)
-        specs[path] = weight_spec(dim, own)
+        specs[path] = weight_spec(dim, own, expert)
     return specs
 
 
 def table_axes(spec: DecoderSpec) -> dict[str, int]:
-    """Name -> axis along which a stack of slot tables is divided over `tensor`.
+    """Name -> axis along which a stack of slot tables is divided over devices.
 
-    Stacks that are whole on each device are absent.
+    They are those along `tensor`, or along `expert`; no mesh has both. Stacks that are
+    whole on each device are absent.
 
     Args:
         spec: A decoder, divided by its options; see `DecoderSpec.divided`.
     """
+    if spec.options.expert > 1:
+        return {s.name: 1 for s in spec.stacks if s.num_experts is not None}
     axes = {}
     for stack in spec.stacks:
         if stack.name not in spec.linears_of_stacks:
@@ -101,17 +107,18 @@ def copied_shapes(spec: DecoderSpec, tensor: int) -> Shapes:
     }
 
 
-def part_shapes(spec: DecoderSpec, tensor: int) -> tuple[Shapes, Shapes]:
-    """Shapes of weights and slot tables on each of `tensor` devices, by name."""
-    return _part_shapes(spec.plain.divided(tensor=tensor))
+def part_shapes(
+    spec: DecoderSpec, tensor: int, expert: int = 1
+) -> tuple[Shapes, Shapes]:
+    """Shapes of weights and slot tables on each device along these axes, by name."""
+    return _part_shapes(spec.plain.divided(tensor=tensor, expert=expert))
 
 
 def gather_options(spec: DecoderSpec) -> dict[str, int]:
     """Compiler options for programs that gather weights; empty if none does."""
     if spec.options.fsdp == 1:
         return {}
-    own = spec.part(spec.options.tensor)
-    return compiler_options(layer_bytes(own.base_shapes()))
+    return compiler_options(layer_bytes(spec.own_part.base_shapes()))
 
 
 class _Kind(NamedTuple):
@@ -148,6 +155,15 @@ def _tensor_dims(spec: DecoderSpec) -> dict[str, int | None]:
     }
 
 
+def _expert_dims(spec: DecoderSpec) -> dict[str, int | None]:
+    """Path -> the dimension of a frozen weight that `expert` divides, if it does."""
+    is_divided = spec.options.expert > 1
+    return {
+        path: layout.expert_dim if is_divided else None
+        for path, layout in spec.layouts().items()
+    }
+
+
 def _table_axis(
     spec: DecoderSpec, linear: LayerLinear, dimensions: Sequence[str]
 ) -> int | None:
@@ -167,19 +183,19 @@ def _kind_and_axis(spec: DecoderSpec, table: str) -> tuple[_Kind, int | None]:
 
 @functools.lru_cache(maxsize=64)  # a choice of a mesh asks hundreds of times
 def _part_shapes(spec: DecoderSpec) -> tuple[Shapes, Shapes]:
-    tensor = spec.options.tensor
-    tables = _divided_shapes(spec.adapter_shapes(), table_axes(spec), tensor)
+    tensor, expert = spec.options.tensor, spec.options.expert
+    tables = _divided_shapes(spec.adapter_shapes(), table_axes(spec), tensor * expert)
     weights = _divided_shapes(spec.base_shapes(), _tensor_dims(spec), tensor)
-    return weights, tables
+    return _divided_shapes(weights, _expert_dims(spec), expert), tables
 
 
 def _divided_shapes(
-    shapes: Shapes, axes: Mapping[str, int | None], tensor: int
+    shapes: Shapes, axes: Mapping[str, int | None], num_parts: int
 ) -> Shapes:
     def part(shape: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         sizes = list(shape.shape)
         if axis is not None:
-            sizes[axis] //= tensor
+            sizes[axis] //= num_parts
         return jax.ShapeDtypeStruct(tuple(sizes), shape.dtype)
 
     return {name: part(shape, axes.get(name)) for name, shape in shapes.items()}

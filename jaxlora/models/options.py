@@ -38,6 +38,9 @@ class DecoderOptions:
         fsdp: Number of devices among which each large weight is divided. If it is more
             than 1, the decoder must run inside `jax.shard_map` that is manual over an
             axis `fsdp` of that size.
+        expert: Number of devices among which the experts of each layer are divided; see
+            `jaxlora.sharding.expert`. If it is more than 1, the decoder must run inside
+            `jax.shard_map` that is manual over an axis `expert` of that size.
         tensor: Number of devices among which the decoder is divided; this one is the
             part of a device then, see `jaxlora.models.tensor_parallel`. If it is more
             than 1, the decoder must run inside `jax.shard_map` that is manual over an
@@ -60,6 +63,7 @@ class DecoderOptions:
     max_segment_tokens: int
     mean_segment_tokens: int = 64
     fsdp: int = 1
+    expert: int = 1
     tensor: int = 1
     kv_parts: int = 1
     most_adapters: int | None = None

@@ -10,6 +10,7 @@ from jaxlora.models.config import Composite, ModelConfig
 from jaxlora.models.families.gemma import GEMMA3, Gemma2, Gemma3
 from jaxlora.models.families.gemma4 import GEMMA4, Gemma4
 from jaxlora.models.families.glm import Glm, Glm4
+from jaxlora.models.families.gpt_oss import GptOss
 from jaxlora.models.families.granite import Granite
 from jaxlora.models.families.granite4 import Granite4
 from jaxlora.models.families.llama import Llama
@@ -22,6 +23,7 @@ from jaxlora.models.families.olmoe import Olmoe
 from jaxlora.models.families.phi import Phi3
 from jaxlora.models.families.qwen import Qwen2, Qwen3
 from jaxlora.models.families.qwen3_5 import QWEN3_5, Qwen35
+from jaxlora.models.families.qwen3_next import QWEN3_5_MOE, Qwen3Next, Qwen35Moe
 from jaxlora.models.families.qwen_moe import Qwen2Moe, Qwen3Moe
 from jaxlora.models.families.smollm3 import SmolLM3
 from jaxlora.models.hf_config import HfConfig, refuse_unread
@@ -50,11 +52,14 @@ FAMILIES: Mapping[str, type[HfConfig]] = {
         Qwen2Moe,
         Olmoe,
         Mixtral,
+        GptOss,
+        Qwen3Next,
+        Qwen35Moe,
     )
 }
 # Models of which the text is one part.
 COMPOSITES: Mapping[str, Composite] = {
-    x.model_type: x for x in (MISTRAL3, QWEN3_5, GEMMA3, GEMMA4)
+    x.model_type: x for x in (MISTRAL3, QWEN3_5, GEMMA3, GEMMA4, QWEN3_5_MOE)
 }
 _EXPERTS = (
     "num_experts",

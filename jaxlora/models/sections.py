@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.slot_settings import SlotSettings, settings_in
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.stacks import Stack, by_layer
 
 _FIRST = 1  # number of the first layer of a section in its own spec
 _FEW_LAYERS = 16  # are one program by default
@@ -36,7 +37,7 @@ class Position:
         layer: Number of layers before the section, less `_FIRST`: what is added to the
             numbers of its layers to get those of the model.
         linears: Row of each of its linears in `SlotSettings`.
-        tables: Number of its first table in each of its stacks, sorted by their names.
+        tables: Number of its first layer in each of its stacks, sorted by their names.
     """
 
     layer: Int[Array | np.ndarray, ""]
@@ -163,12 +164,12 @@ def _shifted(path: str, shift: int) -> str:
 
 def _section(whole: DecoderSpec, own: DecoderSpec, shift: int) -> Section:
     rows = {path: row for row, path in enumerate(whole.adapted)}
-    stacks = {stack.name: stack.paths for stack in whole.stacks}
+    stacks = {stack.name: stack.modules for stack in whole.stacks}
     first = []
-    for name, paths in _stacks(own).items():
-        there = [_shifted(path, shift) for path in paths]
-        start = stacks[name].index(there[0])
-        assert list(stacks[name][start : start + len(there)]) == there
+    for stack in _stacks(own):
+        there = [_shifted(path, shift) for path in stack.modules]
+        start = stacks[stack.name].index(there[0])
+        assert list(stacks[stack.name][start : start + len(there)]) == there
         first.append(start)
     return Section(
         spec=own,
@@ -181,9 +182,9 @@ def _section(whole: DecoderSpec, own: DecoderSpec, shift: int) -> Section:
     )
 
 
-def _stacks(spec: DecoderSpec) -> dict[str, tuple[str, ...]]:
-    """Paths of the tables of each stack, sorted by its name."""
-    return {s.name: s.paths for s in sorted(spec.stacks, key=lambda s: s.name)}
+def _stacks(spec: DecoderSpec) -> list[Stack]:
+    """The stacks, sorted by their names."""
+    return sorted(spec.stacks, key=lambda stack: stack.name)
 
 
 # ---- inside programs -----------------------------------------------------------------
@@ -200,10 +201,12 @@ def own_tables(
         at: Its position.
         axis: Axis of the layers.
     """
-    return {
-        name: jax.lax.dynamic_slice_in_dim(arrays[name], at.tables[i], len(paths), axis)
-        for i, (name, paths) in enumerate(_stacks(spec).items())
-    }
+    found = {}
+    for i, stack in enumerate(_stacks(spec)):
+        every, size = by_layer(stack, arrays[stack.name], axis), len(stack.modules)
+        own = jax.lax.dynamic_slice_in_dim(every, at.tables[i], size, axis + 1)
+        found[stack.name] = _joined(own, axis)
+    return found
 
 
 def with_own_tables(
@@ -223,13 +226,17 @@ def with_own_tables(
         at: Its position.
         axis: Axis of the layers.
     """
-    replaced = {
-        name: jax.lax.dynamic_update_slice_in_dim(
-            arrays[name], own[name], at.tables[i], axis
-        )
-        for i, name in enumerate(_stacks(spec))
-    }
+    replaced = {}
+    for i, stack in enumerate(_stacks(spec)):
+        every, new = (by_layer(stack, x[stack.name], axis) for x in (arrays, own))
+        every = jax.lax.dynamic_update_slice_in_dim(every, new, at.tables[i], axis + 1)
+        replaced[stack.name] = _joined(every, axis)
     return {**arrays, **replaced}
+
+
+def _joined(array: Array, axis: int) -> Array:
+    """Returns the array of a stack of which `by_layer` made this one."""
+    return array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
 
 
 def own_settings(

@@ -71,7 +71,9 @@ class DecoderSpec:
         if self.slots is None or not any(".experts." in path for path in self.adapted):
             return 1
         most, num_slots = self.options.most_adapters, self.slots.num_slots
-        return num_slots if most is None else min(num_slots, most)
+        if most is None:
+            return num_slots
+        return min(num_slots, most * self.config.expert_parts)
 
     @property
     def has_embedding(self) -> bool:
@@ -202,17 +204,25 @@ class DecoderSpec:
         variables = _variables(self.plain).items()
         return {path: x.layout for path, x in variables if x.layout is not None}
 
-    def divided(self, *, fsdp: int = 1, tensor: int = 1) -> "DecoderSpec":
+    def divided(
+        self, *, fsdp: int = 1, expert: int = 1, tensor: int = 1
+    ) -> "DecoderSpec":
         """Returns this decoder divided among the devices of these axes."""
         kv_parts = min(tensor, self.config.num_kv_heads)
         options = dataclasses.replace(
-            self.options, fsdp=fsdp, tensor=tensor, kv_parts=kv_parts
+            self.options, fsdp=fsdp, expert=expert, tensor=tensor, kv_parts=kv_parts
         )
         return dataclasses.replace(self, options=options)
 
-    def part(self, tensor: int) -> "DecoderSpec":
-        """Returns the decoder that each of `tensor` devices runs."""
-        return dataclasses.replace(self, config=part_config(self.config, tensor))
+    def part(self, tensor: int = 1, expert: int = 1) -> "DecoderSpec":
+        """Returns the decoder that each device along these axes runs."""
+        config = part_config(self.config, tensor, expert)
+        return dataclasses.replace(self, config=config)
+
+    @property
+    def own_part(self) -> "DecoderSpec":
+        """The decoder that each device runs, if this one is divided."""
+        return self.part(self.options.tensor, self.options.expert)
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:

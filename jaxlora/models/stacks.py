@@ -2,8 +2,9 @@
 
 Each array that a program takes or returns costs host time at every call, and an
 optimizer over hundreds of arrays launches hundreds of kernels. So the device holds
-stacks, `[G, L, P, Q]`. The linears of a layer's experts follow each other there, as if
-each were in a layer of its own; programs take them as one table `[G, X, P, Q]`.
+stacks, `[G, L, P, Q]`. Each linear of a layer's experts is there as if it were in a
+layer of its own: first those of the first expert, layer by layer, so that devices can
+divide the experts. Programs take those of a layer as one table `[G, X, P, Q]`.
 
 The canonical form is one table `[G, P, Q]` per dotted path, such as
 `layers.0.mlp.up_proj.lora_a`. It does not depend on pipeline stages or on how layers
@@ -68,10 +69,11 @@ def stacks_of(
             here = {path: place for path, place in own.items() if path in tables}
             if not here:
                 continue
+            named = [[f"{at}.{name}" for name in x.names] for at, x in here.values()]
             paths = [
-                tensor_path(f"{at}.{name}", tensor)
-                for at, linear in here.values()
-                for name in linear.names
+                tensor_path(path, tensor)
+                for same_expert in zip(*named, strict=True)
+                for path in same_expert
             ]
             experts = members[0][1].experts
             found = Stack(
@@ -128,11 +130,26 @@ def to_modules(stacks: Sequence[Stack], arrays: Mapping[str, Any]) -> dict[str, 
     """
     tables = {}
     for stack in stacks:
-        array, number = arrays[stack.name], stack.num_experts
-        for i, path in enumerate(stack.modules):
-            own = i if number is None else slice(i * number, (i + 1) * number)
-            tables[path] = array[:, own]
+        array = arrays[stack.name]
+        if stack.num_experts is None:
+            own = {path: array[:, i] for i, path in enumerate(stack.modules)}
+        else:
+            every = by_layer(stack, array, axis=1)
+            own = {path: every[:, :, i] for i, path in enumerate(stack.modules)}
+        tables |= own
     return tables
+
+
+def by_layer(stack: Stack, array: Any, axis: int) -> Any:
+    """Gives the array of a stack, or of some layers of it, two axes, X L.
+
+    Args:
+        stack: The stack; without experts, X is 1.
+        array: Its array.
+        axis: The axis of its tables.
+    """
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    return array.reshape(*before, stack.num_experts or 1, -1, *after)
 
 
 def added(
@@ -149,8 +166,8 @@ def added(
     """
     sums = {}
     for stack in stacks:
-        joined = jnp.stack if stack.num_experts is None else jnp.concatenate
+        array, axis = arrays[stack.name], 1 if stack.num_experts is None else 2
         # One sum, because XLA copies the whole stack for a sum into one of its layers.
-        more = joined([tables[path] for path in stack.modules], axis=1)
-        sums[stack.name] = arrays[stack.name] + more
+        more = jnp.stack([tables[path] for path in stack.modules], axis)
+        sums[stack.name] = array + more.reshape(array.shape)
     return sums

@@ -21,6 +21,8 @@ References:
     Megatron-LM, arXiv 1909.08053, section 3.
 """
 
+import dataclasses
+
 from jaxlora.models.base_format import BaseFormat
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.structure import kinds_of_linears
@@ -99,8 +101,36 @@ def _check_blocks(config: ModelConfig, tensor: int, base_format: BaseFormat) -> 
             ) from error
 
 
-def part_config(config: ModelConfig, tensor: int) -> ModelConfig:
+def part_config(config: ModelConfig, tensor: int, expert: int = 1) -> ModelConfig:
     """Returns the decoder that each device runs; see `check_divides`."""
-    if tensor == 1:
-        return config
-    return config.divided(tensor)
+    part = config if tensor == 1 else config.divided(tensor)
+    return part if expert == 1 else dataclasses.replace(part, expert_parts=expert)
+
+
+def check_experts_divide(config: ModelConfig, expert: int) -> None:
+    """Checks that the axis `expert` can divide the experts of each layer.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    shapes = {config.expert_shape(layer) for layer in range(config.num_layers)} - {None}
+    if expert > 1 and not shapes:
+        raise ValueError(
+            f"expert={expert} and model_type={config.model_type!r}: the model has no "
+            "experts to divide. Leave out expert, and divide the weights along fsdp."
+        )
+    for number in sorted(shape.number for shape in shapes if shape is not None):
+        if number % expert:
+            raise ValueError(
+                f"expert={expert} does not divide the {number} experts of a layer. "
+                "Choose an expert that does, or divide the weights along fsdp."
+            )
+
+
+def divides_experts(config: ModelConfig, expert: int) -> bool:
+    """Whether `check_experts_divide` passes."""
+    try:
+        check_experts_divide(config, expert)
+    except ValueError:
+        return False
+    return True

@@ -68,6 +68,7 @@ def packed_attention(
     *,
     lengths: SegmentLengths,
     scoring: Scoring = PLAIN,
+    sinks: Float[Array, " H"] | None = None,
     implementation: AttentionImplementation = "xla",
 ) -> Float[Array, "T H E"]:
     """Causal attention in which a row sees the earlier rows of its own segment only.
@@ -86,6 +87,8 @@ def packed_attention(
         lengths: Lengths of the segments. `cudnn` has room for one and a half times as
             many short segments as the mean gives, see `shortest_class`.
         scoring: Settings of the scores.
+        sinks: Score of one more key for each head, which all rows see and whose value
+            is zero. It takes no gradient. None: there is none.
         implementation: `xla` runs anywhere. `cudnn` runs where `cudnn_unsupported`
             names no reason against it, in programs compiled with `compiler_options`.
             `triton` runs where `triton_unsupported` names none.
@@ -102,11 +105,13 @@ def packed_attention(
     own = _is_sound(q).all((1, 2)) & _is_sound(k).all((1, 2))
     own &= _is_sound(v).all((1, 2))
     q, k, v = _sound(q), _sound(k), _sound(v)
+    if sinks is not None:
+        sinks = jax.lax.stop_gradient(sinks)
     if implementation == "cudnn":
-        out = cudnn_attention(q, k, v, own, segment_ids, lengths, scoring)
+        out = cudnn_attention(q, k, v, own, segment_ids, lengths, scoring, sinks)
     elif implementation == "triton":
-        out = triton_attention(q, k, v, own, segment_ids, lengths, scoring)
+        out = triton_attention(q, k, v, own, segment_ids, lengths, scoring, sinks)
     else:
-        out = banded_attention(q, k, v, segment_ids, lengths.longest, scoring)
+        out = banded_attention(q, k, v, segment_ids, lengths.longest, scoring, sinks)
         out = jnp.where(own[:, None, None], out, jnp.nan)
     return _sound_gradient(out)

@@ -20,6 +20,7 @@ def banded_attention(
     segment_ids: Int[Array, " T"],
     max_segment_tokens: int,
     scoring: Scoring,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "T H E"]:
     """Attention as `packed_attention` defines it, for rows that are all sound.
 
@@ -34,6 +35,7 @@ def banded_attention(
         segment_ids: Segment of each row; padding rows are negative and get zeros.
         max_segment_tokens: Upper bound on the length of a segment.
         scoring: Settings of the scores.
+        sinks: See `packed_attention`.
     """
     t, num_heads, _ = q.shape
     block = math.gcd(t, _MAX_BLOCK_Q)
@@ -61,7 +63,8 @@ def banded_attention(
             jnp.stack([x[i * block : i * block + band] for i in range(group)])
             for x in part
         )
-        return _attend(q, k, v, _mask(own, theirs, scoring.window), scoring)
+        mask = _mask(own, theirs, scoring.window)
+        return _attend(q, k, v, mask, sinks, scoring)
 
     if group == num_blocks:
         out = attend(0, blocks[0], (own[0][0], own[1][0]))
@@ -100,16 +103,22 @@ def _mask(queries, keys, window):
     return mask if window is None else mask & (back < window)
 
 
-@functools.partial(jax.checkpoint, static_argnums=4)
-def _attend(q, k, v, mask, scoring: Scoring):
+@functools.partial(jax.checkpoint, static_argnums=5)
+def _attend(q, k, v, mask, sinks, scoring: Scoring):
     """Softmax attention by block; the gradient recomputes the probabilities."""
     scale = scoring.scale_of(q.shape[-1])
     scores = jnp.einsum("iqgre,ikge->igrqk", q, k, preferred_element_type=jnp.float32)
     mask = mask[:, None, None]
     scores = jnp.where(mask, softcap(scores * scale, scoring.softcap), -jnp.inf)
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    top = scores.max(-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
+        top = jnp.maximum(top, sinks)
+    top = jax.lax.stop_gradient(top)
     weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))
     total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sinks - top)
     # The weights are zero where the mask is false. The selection makes their gradient
     # zero there, too.
     weights = jnp.where(mask, weights / jnp.where(total > 0, total, 1), 0)

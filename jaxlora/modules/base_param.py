@@ -27,6 +27,7 @@ class WeightLayout:
         sections: Proportions of the sections of that dimension. If there are several,
             each device has the whole weight and uses a part of each section.
         gathered: Dimensions that the axis `fsdp` may divide, the preferred one first.
+        expert_dim: The dimension that the axis `expert` divides; None: it divides none.
     """
 
     hf_name: str
@@ -37,6 +38,7 @@ class WeightLayout:
     by_heads: bool = False
     sections: tuple[int, ...] = (1,)
     gathered: tuple[int, ...] = (0, 1)
+    expert_dim: int | None = None
 
     @property
     def tensor_dim(self) -> int | None:

@@ -35,6 +35,7 @@ def cached_attention(
     place: Int[Array, ""],
     starts: Int[Array, " B"],
     scoring: Scoring,
+    sinks: Float[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "B S H E"], LayerCache]:
     """Adds S tokens of each sequence to the cache, and lets them attend to it.
 
@@ -47,6 +48,7 @@ def cached_attention(
         starts: Place in the cache of each sequence's first token. Places before it are
             padding. The output for a query at such a place means nothing.
         scoring: Settings of the scores.
+        sinks: See `packed_attention`.
 
     Returns:
         The output of attention, and the cache with the new tokens.
@@ -64,7 +66,12 @@ def cached_attention(
     mask = (back >= 0) & (other >= starts[:, None])[:, None]
     if scoring.window is not None:
         mask &= back < scoring.window
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1)
+    scores = jnp.where(mask[:, None, None], scores, _MASKED)
+    if sinks is not None:
+        own_sink = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1, 1)
+        own_sink = jnp.broadcast_to(own_sink, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, own_sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens]
     out = jnp.einsum("bgrsc,bgce->bsgre", weights.astype(v.dtype), cache.values)
     return out.reshape(q.shape), cache
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.modules.cudnn_call import class_backward, class_forward
 from jaxlora.modules.length_classes import SegmentLengths, length_classes, members_of
-from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring
+from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring, with_sinks
 from jaxlora.pallas_kernels import device
 from jaxlora.pallas_kernels.operands import unsupported_dtype
 
@@ -78,6 +78,7 @@ def cudnn_attention(
     segment_ids: Int[Array, " T"],
     lengths: SegmentLengths,
     scoring: Scoring,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "T H E"]:
     """Attention as `packed_attention` defines it, for sound q, k, v and dout.
 
@@ -93,6 +94,7 @@ def cudnn_attention(
             Segments for which `shortest_class` has no room get NaN.
         lengths: Lengths of the segments.
         scoring: Settings of the scores; a soft cap is not supported.
+        sinks: See `packed_attention`.
 
     Raises:
         ValueError: q has too many elements for cuDNN's offsets.
@@ -103,15 +105,16 @@ def cudnn_attention(
             "microbatch_tokens, or use attention: xla."
         )
     classes = length_classes(q.shape[0], *lengths)
-    return _attention(q, k, v, is_sound, segment_ids, classes, scoring)
+    return _attention(q, k, v, is_sound, segment_ids, sinks, classes, scoring)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q, k, v, is_sound, segment_ids, classes, scoring):
-    return _attention_forward(q, k, v, is_sound, segment_ids, classes, scoring)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attention(q, k, v, is_sound, segment_ids, sinks, classes, scoring):
+    given = q, k, v, is_sound, segment_ids, sinks
+    return _attention_forward(*given, classes, scoring)[0]
 
 
-def _attention_forward(q, k, v, is_sound, segment_ids, classes, scoring):
+def _attention_forward(q, k, v, is_sound, segment_ids, sinks, classes, scoring):
     # Without the barrier XLA would compute these again in every kernel that reads them,
     # instead of once for all layers.
     all_members = jax.lax.optimization_barrier(members_of(segment_ids, classes))
@@ -122,6 +125,8 @@ def _attention_forward(q, k, v, is_sound, segment_ids, classes, scoring):
         out = jnp.where(members.is_member[:, None, None], part, out)
         lse = jnp.where(members.is_member[:, None], part_lse, lse)
         is_sound &= ~members.overflows
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     # The same array is returned and kept, so it takes memory once.
     out = jnp.where(is_sound[:, None, None], out, jnp.nan)
     out, lse = checkpoint_name((out, lse), ATTENTION_RESULTS)
@@ -143,7 +148,7 @@ def _attention_backward(classes, scoring, saved, dout):
             jnp.where(is_member, part, whole)
             for part, whole in zip(parts, gradients, strict=True)
         )
-    return *gradients, None, None
+    return *gradients, None, None, None  # sinks are frozen
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

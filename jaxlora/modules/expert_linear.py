@@ -16,13 +16,14 @@ from jaxlora.pallas_kernels import Dropout, Projection, QuantizedWeight
 
 
 class ExpertLinear(nnx.Module):
-    """`x W[e] + scaling[g] * dropout(x) A[g, e] B[g, e]`, e and g by row.
+    """`x W[e] + bias[e] + scaling[g] * dropout(x) A[g, e] B[g, e]`, e and g by row.
 
     All experts have the same rank and scaling in a slot. Of the variants of LoRA, there
     is LoRA alone.
 
     Attributes:
         kernel: Frozen weights W, X K N, or quantized ones.
+        bias: Frozen bias, X N, or None.
         lora_a: A of each slot and expert, G X K R.
         lora_b: B of each slot and expert, G X R N.
         scaling: `lora_alpha / rank` of each slot, G.
@@ -37,6 +38,7 @@ class ExpertLinear(nnx.Module):
         *,
         num_experts: int,
         slots: SlotShape | None = None,
+        use_bias: bool = False,
         dtype: DTypeLike = jnp.bfloat16,
         projection: int = 0,
         kernel: QuantizedWeight | None = None,
@@ -48,6 +50,7 @@ class ExpertLinear(nnx.Module):
             out_features: N.
             num_experts: X.
             slots: Shape of the slot tables; None: plain frozen linears.
+            use_bias: Whether they add biases.
             dtype: Dtype of kernels and activations.
             projection: Keys the dropout masks; differs between linears that share x.
             kernel: Quantized weights, whose arrays have a first axis of X; None: those
@@ -59,6 +62,7 @@ class ExpertLinear(nnx.Module):
             if kernel is None
             else QuantizedKernel(kernel)
         )
+        self.bias = BaseParam(jnp.zeros((x, n), dtype)) if use_bias else None
         self.projection, self.slots = projection, slots
         if slots is None:
             return
@@ -89,10 +93,12 @@ class ExpertLinear(nnx.Module):
         """
         own = self.kernel
         w = own.weight if isinstance(own, QuantizedKernel) else own[...]
+        bias = None if self.bias is None else self.bias[...]
         if self.slots is None:
             (x, k, n), g = self.sizes, num_adapters
             return Projection(
                 w=w,
+                bias=bias,
                 a=jnp.zeros((x * g, k, 1), jnp.float32),
                 b=jnp.zeros((x * g, 1, n), jnp.float32),
                 scaling=jnp.zeros(g, jnp.float32),
@@ -104,6 +110,7 @@ class ExpertLinear(nnx.Module):
             dropout = Dropout(key, self.dropout[...], routing.token_index)
         return Projection(
             w=w,
+            bias=bias,
             a=self._by_slot(LORA_A),
             b=self._by_slot(LORA_B),
             scaling=live_scaling(self.scaling[...], rank),

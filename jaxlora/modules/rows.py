@@ -95,6 +95,7 @@ class Rows(abc.ABC):
         k: Float[Array, "T HK E"],
         v: Float[Array, "T HK E"],
         scoring: Scoring,
+        sinks: Float[Array, " H"] | None = None,
     ) -> Float[Array, "T H E"]:
         """Lets each row attend to itself and to the rows before it in its sequence.
 
@@ -103,6 +104,7 @@ class Rows(abc.ABC):
             k: Keys.
             v: Values.
             scoring: Settings of the scores.
+            sinks: See `packed_attention`.
         """
 
     @abc.abstractmethod
@@ -144,7 +146,7 @@ class PackedRows(Rows):
         """Returns the rows as a decoder's layer sees them; see `Routing.for_layer`."""
         return dataclasses.replace(self, routing=self.routing.for_layer(layer))
 
-    def attend(self, q, k, v, scoring):
+    def attend(self, q, k, v, scoring, sinks=None):
         """Runs `packed_attention`."""
         implementation, wide = self.implementation, self.wide_heads
         if wide is not None and wide.features == q.shape[-1]:
@@ -156,6 +158,7 @@ class PackedRows(Rows):
             self.segment_ids,
             lengths=self.lengths,
             scoring=scoring,
+            sinks=sinks,
             implementation=implementation,
         )
 
@@ -197,13 +200,13 @@ class CachedRows(Rows):
         """Returns the rows as a layer sees them, which adds them to its own cache."""
         return dataclasses.replace(self, layer=layer)
 
-    def attend(self, q, k, v, scoring):
+    def attend(self, q, k, v, scoring, sinks=None):
         """Adds the rows to the cache of the layer, and runs `cached_attention`."""
         num, cache = len(self.starts), self.caches[self.layer]
         assert isinstance(cache, LayerCache)
         new_q, new_k, new_v = (x.reshape(num, -1, *x.shape[1:]) for x in (q, k, v))
         out, self.caches[self.layer] = cached_attention(
-            new_q, new_k, new_v, cache, self.place, self.starts, scoring
+            new_q, new_k, new_v, cache, self.place, self.starts, scoring, sinks
         )
         return out.reshape(q.shape)
 

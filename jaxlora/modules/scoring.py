@@ -1,4 +1,4 @@
-"""Settings of the attention scores of a layer, and the soft cap."""
+"""Settings of the attention scores of a layer, the soft cap, and sinks."""
 
 import dataclasses
 
@@ -49,3 +49,22 @@ def softcap(x: Float[Array, "*B"], cap: float | None) -> Float[Array, "*B"]:
     Gemma 2 (arXiv 2408.00118, section 2) caps attention scores and logits like this.
     """
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def with_sinks(
+    out: Float[Array, "T H E"], lse: Float[Array, "T H"], sinks: Float[Array, " H"]
+) -> tuple[Float[Array, "T H E"], Float[Array, "T H"]]:
+    """Adds a key to attention whose score is the sink of its head, and its value zero.
+
+    The backward pass of fused attention computes weights from the sum, and from the
+    output what all of them lose to the softmax. So it is exact for the other keys if it
+    gets both as they are returned here.
+
+    Args:
+        out: Output of attention without sinks.
+        lse: Logarithm of the softmax's sum; -infinity where a row sees nothing.
+        sinks: The sinks.
+    """
+    total = jnp.logaddexp(lse, sinks.astype(jnp.float32))
+    share = jnp.exp(lse - total)[:, :, None]
+    return (out.astype(jnp.float32) * share).astype(out.dtype), total

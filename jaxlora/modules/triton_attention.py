@@ -1,6 +1,7 @@
 """Causal attention over packed rows through Triton, for NVIDIA GPUs from Ampere on."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.modules.length_classes import SegmentLengths, segment_bounds
-from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring
+from jaxlora.modules.scoring import ATTENTION_RESULTS, Scoring, with_sinks
 from jaxlora.pallas_kernels.operands import unsupported_dtype
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.target import (
@@ -112,6 +113,7 @@ def triton_attention(
     segment_ids: Int[Array, " T"],
     lengths: SegmentLengths,
     scoring: Scoring,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "T H E"]:
     """Attention as `packed_attention` defines it, for sound q, k and v.
 
@@ -127,6 +129,7 @@ def triton_attention(
         lengths: Lengths of the segments, by which the number of programs is chosen.
             Any other lengths give the same result.
         scoring: Settings of the scores.
+        sinks: See `packed_attention`.
 
     Raises:
         ValueError: q has too many elements for the kernels' offsets.
@@ -137,7 +140,7 @@ def triton_attention(
             "Lower microbatch_tokens, or use attention: xla."
         )
     kernels = Kernels(scoring, lengths, present_target())
-    return _attention(q, k, v, is_sound, segment_ids, kernels)
+    return _attention(q, k, v, is_sound, segment_ids, sinks, kernels)
 
 
 class Kernels(NamedTuple):
@@ -234,12 +237,12 @@ def _layout(segment_ids: Int[Array, " T"], tiles: Tiles) -> RowTiles:
     return jax.lax.optimization_barrier(layout)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q, k, v, is_sound, segment_ids, kernels):
-    return _attention_forward(q, k, v, is_sound, segment_ids, kernels)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q, k, v, is_sound, segment_ids, sinks, kernels):
+    return _attention_forward(q, k, v, is_sound, segment_ids, sinks, kernels)[0]
 
 
-def _attention_forward(q, k, v, is_sound, segment_ids, kernels: Kernels):
+def _attention_forward(q, k, v, is_sound, segment_ids, sinks, kernels: Kernels):
     from jaxlora.pallas_kernels.triton.attention_forward import attention_forward
 
     tiles = tiles_of(q.shape[2], kernels.target.capability)
@@ -256,6 +259,10 @@ def _attention_forward(q, k, v, is_sound, segment_ids, kernels: Kernels):
         layout,
         is_sound=is_sound,
     )
+    if sinks is not None:
+        # The kernels have the logarithm to base 2, with heads first.
+        out, total = with_sinks(out, lse.T * math.log(2), sinks)
+        lse = total.T / math.log(2)
     out, lse = checkpoint_name((out, lse), ATTENTION_RESULTS)
     return out, (q, k, v, is_sound, layout, out, lse)
 
@@ -283,7 +290,7 @@ def _attention_backward(kernels: Kernels, saved, dout):
         layout,
         over_keys=True,
     )
-    return dq, dk, dv, None, None
+    return dq, dk, dv, None, None, None  # sinks are frozen
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

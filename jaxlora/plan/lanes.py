@@ -28,7 +28,7 @@ def run_lanes(config: RunConfig) -> Lanes:
     # A pipeline of one stage has no use for more microbatches in flight.
     in_flight = config.pipeline_microbatches if sizes.stage > 1 else None
     pipeline = Pipeline.one_f_one_b(sizes.stage, in_flight)
-    return Lanes(data=sizes.data, fsdp=sizes.fsdp, pipeline=pipeline)
+    return Lanes(data=sizes.data, fsdp=sizes.fsdp * sizes.expert, pipeline=pipeline)
 
 
 def replica_lanes(

@@ -22,7 +22,7 @@ from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.sections import chosen_layers
 from jaxlora.models.slot_modules import EMBEDDING, TOKEN_ROWS
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.tensor_parallel import check_divides
+from jaxlora.models.tensor_parallel import check_divides, check_experts_divide
 from jaxlora.pallas_kernels.device import device_kind
 from jaxlora.plan.memory.estimate import StepBytes, part_bytes, stage_estimated
 from jaxlora.plan.memory.footprint import (
@@ -167,6 +167,7 @@ class MeshStages:
             num_kept=ahead[number] + 1,
             num_waiting=num_waiting if sizes.stage > 1 else 0,
             num_tensor=sizes.tensor,
+            num_expert=sizes.expert,
         )
 
     @property
@@ -259,7 +260,9 @@ def estimated_footprint(
         num_tokens: Tokens of a microbatch; None: a lower bound for every capacity, see
             `step_bytes`.
     """
-    found = part_bytes(stages.spec, stages.sizes.tensor, block_tokens, num_tokens)
+    sizes = stages.sizes
+    given = sizes.tensor, block_tokens, num_tokens, sizes.expert
+    found = part_bytes(stages.spec, *given)
     return stages_footprint(stages, found)
 
 
@@ -292,7 +295,7 @@ def measured_footprint(
 
 def divided(spec: DecoderSpec, sizes: MeshSizes) -> DecoderSpec:
     """Returns the decoder, or layers of it, divided among the devices of a stage."""
-    return spec.divided(fsdp=sizes.fsdp, tensor=sizes.tensor)
+    return spec.divided(fsdp=sizes.fsdp, expert=sizes.expert, tensor=sizes.tensor)
 
 
 def base_placement(stages: MeshStages) -> Place:
@@ -336,5 +339,11 @@ def check_division(
         ValueError: They cannot.
     """
     check_divides(config, sizes.tensor, base_format)
+    check_experts_divide(config, sizes.expert)
+    if sizes.expert > 1 and sizes.tensor > 1:
+        raise ValueError(
+            f"the mesh {sizes} has both expert and tensor, which divide experts in two "
+            "ways. Leave one of them out, or divide the weights along fsdp."
+        )
     options = DecoderOptions(dtype=dtype, max_segment_tokens=1)
     weight_specs(divided(DecoderSpec(config=config, options=options), sizes))

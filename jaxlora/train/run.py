@@ -29,6 +29,7 @@ from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.lock import RunLock
 from jaxlora.run.saved_run import RunRecord, SavedRun, SavedStream
 from jaxlora.train.control import Control
+from jaxlora.train.execute.draw_ahead import DrawAhead
 from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from jaxlora.train.execute.texts import AnswerMeter, Sampler
@@ -86,6 +87,7 @@ class Run:
         watch: Divides the time among what is done.
         lock: Lock of the run's folder; only `locked` sets it.
         store: The files; only `begin` sets it.
+        ahead: The first weights of the jobs that start next; only `begin` sets it.
     """
 
     plan: RunPlan
@@ -109,6 +111,7 @@ class Run:
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     lock: RunLock = dataclasses.field(init=False)
     store: RunStore = dataclasses.field(init=False)
+    ahead: DrawAhead = dataclasses.field(init=False)
     _has_begun: bool = False
     _resolved: dict[str, Any] = dataclasses.field(init=False)  # settings of the plan
     # Jobs whose references were written.
@@ -231,6 +234,8 @@ class Run:
         with contextlib.ExitStack() as opened:
             opened.callback(self.store.close)
             checkpoint = self._restore()
+            self.ahead = DrawAhead(self.slots)
+            self.ahead.begin([job for job in self.jobs if not job.has_begun])
             with self.watch.on("waiting for programs"):
                 self._fit()
             opened.pop_all()

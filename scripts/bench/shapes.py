@@ -7,7 +7,7 @@ from typing import Any
 def _model(
     vocab_size: int,
     width: int,
-    mlp_width: int,
+    mlp_width: int | None,
     layers: int,
     heads: int,
     kv_heads: int,
@@ -19,7 +19,12 @@ def _model(
     eps: float = 1e-5,
     **others: Any,
 ) -> dict[str, Any]:
-    """Returns a config.json, in the form that transformers reads too."""
+    """Returns a config.json, in the form that transformers reads too.
+
+    Without a width of an MLP, no layer has one.
+    """
+    if mlp_width is not None:
+        others["intermediate_size"] = mlp_width
     if rope_factor is not None:
         others["rope_scaling"] = {
             "rope_type": "llama3",
@@ -32,7 +37,6 @@ def _model(
         "model_type": model_type,
         "vocab_size": vocab_size,
         "hidden_size": width,
-        "intermediate_size": mlp_width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -67,6 +71,52 @@ _QWEN_35 = {
         "partial_rotary_factor": 0.25,
     },
 }
+# Of 30B in all, a token passes 3B; no layer has an MLP.
+_QWEN_3_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "positions": 40960,
+    "theta": 1e6,
+    "eps": 1e-6,
+}
+_QWEN_36_MOE = {
+    **_QWEN_35,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
+# Every sixth layer sees all tokens, with other heads, and its values are its keys.
+_GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 1024,
+    "layer_types": [
+        "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(60)
+    ],
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "tie_word_embeddings": True,
+}
 _TIED = {"tie_word_embeddings": True}
 _LLAMA_32 = {"rope_factor": 32.0, **_TIED}
 _MODELS: dict[str, dict[str, Any]] = {
@@ -80,6 +130,21 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-32b": _model(152064, 5120, 27648, 64, 40, 8, **_QWEN),
     "qwen3.5-9b": _model(
         248320, 4096, 12288, 32, 16, 4, positions=262144, eps=1e-6, **_QWEN_35
+    ),
+    "qwen3-30b-a3b": _model(151936, 2048, 6144, 48, 32, 4, **_QWEN_3_MOE),
+    "qwen3.6-35b-a3b": _model(
+        248320, 2048, None, 40, 16, 2, positions=262144, eps=1e-6, **_QWEN_36_MOE
+    ),
+    "gemma-4-31b": _model(
+        262144, 5376, 21504, 60, 32, 16, positions=262144, eps=1e-6, **_GEMMA_4
+    ),
+    # Experts of the width of the hidden states.
+    "gpt-oss-20b": _model(
+        *(201088, 2880, 2880, 24, 64, 8),
+        model_type="gpt_oss",
+        head_dim=64,
+        num_local_experts=32,
+        theta=150000.0,
     ),
     "smollm2-135m": _model(
         49152, 576, 1536, 30, 9, 3, positions=8192, theta=100000.0, **_TIED
@@ -100,6 +165,8 @@ def config_json(name: str, num_layers: int | None = None) -> dict[str, Any]:
     config = dict(_MODELS[name])
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:num_layers]
     return config
 
 

@@ -45,7 +45,15 @@ ADAPTERS = {
         "lora_alpha": 5,
         "target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
     },
+    "gpt_oss": {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["k_proj", "o_proj"],
+        "target_parameters": [GATE_UP, DOWN],
+        "rank_pattern": {"experts.down_proj": 2},
+    },
 }
+BASES = {"gpt_oss": "gpt_oss"}  # those of the others are qwen3_moe
 
 
 def base_of(name: str):
@@ -65,11 +73,12 @@ def logits_of(model, tokens: np.ndarray) -> np.ndarray:
 def make(name: str, settings: dict) -> None:
     torch.manual_seed(len(name))
     config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
-    model = peft.get_peft_model(base_of("qwen3_moe"), config)
+    base = BASES.get(name, "qwen3_moe")
+    model = peft.get_peft_model(base_of(base), config)
     for key, weight in model.named_parameters():
         if "lora_" in key:
             torch.nn.init.normal_(weight, std=0.3)
-    model.peft_config["default"].base_model_name_or_path = "qwen3_moe"
+    model.peft_config["default"].base_model_name_or_path = base
     folder = OUT / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)

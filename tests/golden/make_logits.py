@@ -71,6 +71,14 @@ EXACT_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 48,
 }
+SINK_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 48,
+}
 GROWING_YARN = {
     "type": "yarn",
     "rope_type": "yarn",
@@ -139,6 +147,28 @@ EXPERTS = {
     "max_window_layers": 3,
     "sliding_window": None,
     "use_sliding_window": False,
+}
+NEXT_HEADS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+NEXT_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+NEXT_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
 }
 
 # After each config come changes of it. The script checks that each changes the logits.
@@ -882,7 +912,151 @@ CASES = {
         },
         {"num_experts_per_tok": 2},
     ),
+    "gpt_oss": (
+        {
+            **V4,
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "num_hidden_layers": 3,
+            "intermediate_size": 64,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 500.0,
+            "rope_scaling": SINK_YARN,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "experts_per_token": 3,
+            "swiglu_limit": 1.5,
+            "initial_context_length": 48,
+            "sliding_window": 8,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.9,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        {"swiglu_limit": 7.0},
+        {"rms_norm_eps": 1e-6},
+        {"sliding_window": 9},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"rope_scaling": {**SINK_YARN, "truncate": True}},
+    ),
+    # Rotary positions and the kinds of layers are those of most models.
+    "gpt_oss_v5": (
+        {
+            **V5,
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "head_dim": 16,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 2,
+            "swiglu_alpha": 1.2,
+            "tie_word_embeddings": False,
+        },
+        {"swiglu_alpha": 1.702},
+    ),
+    "qwen3_next": (
+        {
+            **V4,
+            "model_type": "qwen3_next",
+            "architectures": ["Qwen3NextForCausalLM"],
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 1000.0,
+            "rope_scaling": None,
+            "partial_rotary_factor": 0.25,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "full_attention_interval": 2,
+            **NEXT_HEADS,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [1],
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+            "use_sliding_window": False,
+            "tie_word_embeddings": False,
+        },
+        {"norm_topk_prob": False},
+        {"partial_rotary_factor": 0.5},
+        {"num_experts_per_tok": 2},
+        {"rms_norm_eps": 1e-6},
+    ),
+    "qwen3_5_moe": (
+        {
+            **V5,
+            "model_type": "qwen3_5_moe_text",
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": NEXT_ROPE,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **NEXT_HEADS,
+            **NEXT_EXPERTS,
+            "mamba_ssm_dtype": "float32",
+            "mlp_only_layers": [],
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "tie_word_embeddings": False,
+        },
+        {"num_experts_per_tok": 3},
+        {"rms_norm_eps": 1e-6},
+    ),
+    # The experts of a layer are in two tensors, and there are further tokens.
+    "qwen3_6_moe": (
+        {
+            **V5,
+            "model_type": "qwen3_5_moe",
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "image_token_id": 10,
+            "video_token_id": 11,
+            "vision_start_token_id": 12,
+            "vision_end_token_id": 13,
+            "text_config": {
+                "model_type": "qwen3_5_moe_text",
+                "head_dim": 16,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": NEXT_ROPE,
+                "full_attention_interval": 2,
+                **NEXT_HEADS,
+                **NEXT_EXPERTS,
+            },
+            "vision_config": {
+                "model_type": "qwen3_5_moe_vision",
+                "depth": 1,
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_heads": 2,
+                "num_position_embeddings": 4,
+                "out_hidden_size": 32,
+                "patch_size": 4,
+                "spatial_merge_size": 1,
+                "temporal_patch_size": 1,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
 }
+# Cases with a seed of their own; the seeds of the others follow from their order.
+SEEDS = {
+    "gpt_oss": 1003,
+    "gpt_oss_v5": 1002,
+    "qwen3_next": 588,
+    "qwen3_5_moe": 584,
+    "qwen3_6_moe": 583,
+}
+# Models whose checkpoints have the experts of a layer in two tensors.
+FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe")
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
 RANK = 2
@@ -904,14 +1078,16 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise *= 1.5 * parameter.shape[-1] ** -0.5
         elif name.endswith("norm.weight"):
             # Gemma multiplies by 1 + weight, as Qwen3.5 does but for one norm.
-            adds_one = config.model_type.startswith(("gemma2", "gemma3", "qwen3_5"))
+            kinds = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
+            adds_one = config.model_type.startswith(kinds)
             is_offset = adds_one and not name.endswith("linear_attn.norm.weight")
             noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
         if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
-        parts = unfused(name, noise) if "experts" in name else {name: noise}
+        is_single = "experts" in name and config.model_type not in FUSED_EXPERTS
+        parts = unfused(name, noise) if is_single else {name: noise}
         if config.model_type == "mixtral":
             parts = {_mixtral_name(key): part for key, part in parts.items()}
         weights |= parts
@@ -962,6 +1138,7 @@ def unfused(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
 def load(folder: pathlib.Path, dtype: torch.dtype = torch.float32):
     """Loads a folder with transformers."""
     config, options = json.loads((folder / "config.json").read_text()), {}
+    config = config.get("text_config", config)
     if config.get("num_experts") or config.get("num_local_experts"):
         options["experts_implementation"] = "eager"
     model, report = auto_model(folder).from_pretrained(
@@ -1011,14 +1188,22 @@ def write_lora(folder: pathlib.Path, tokens: np.ndarray, seed: int) -> None:
 
     for name, weight in model.named_parameters():
         weight.requires_grad_(False)
-        if "experts" in name:
+        if "experts" in name and model.config.model_type == "gpt_oss":
+            prefix, kind = name.rsplit(".", 1)
+            if not kind.endswith("_bias"):
+                parts = [
+                    changed(f"{prefix}.{i}.{kind}", part.T).T
+                    for i, part in enumerate(weight)
+                ]
+                used[name] = torch.stack(parts)
+        elif "experts" in name:
             parts = [
                 changed(key.removesuffix(".weight"), part)
                 for key, part in unfused(name, weight).items()
             ]
             fused = torch.cat(parts).reshape(weight.shape)
             used[name] = fused
-        elif name.endswith("_proj.weight"):
+        elif "_proj" in name and name.endswith(".weight"):
             used[name] = changed(name.removesuffix(".weight"), weight)
     logits = torch.func.functional_call(model, used, (ids[None],)).logits[0]
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
@@ -1038,9 +1223,10 @@ def check_choices(folder: pathlib.Path, tokens: np.ndarray) -> None:
         ordered = outputs[0].softmax(-1).sort(descending=True).values
         gaps.append((ordered[:, module.top_k - 1] - ordered[:, module.top_k]).min())
 
-    for layer in model.model.layers:
+    for layer in getattr(model.model, "language_model", model.model).layers:
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.gate.register_forward_hook(hook)
+            router = getattr(layer.mlp, "gate", None) or layer.mlp.router
+            router.register_forward_hook(hook)
     with torch.no_grad():
         model(torch.from_numpy(tokens)[None])
     assert min(gaps) > 1e-4, f"{folder}: {gaps}; take another seed"
@@ -1075,11 +1261,12 @@ def make(name: str, seed: int) -> None:
     narrow = logits_of(folder, sequences[1], torch.bfloat16)
     arrays["bfloat16_error_1"] = np.abs(narrow - logits[1]).max()
     np.savez(folder / "logits.npz", **arrays)
-    has_experts = bool(config.get("num_experts_per_tok"))
+    has_experts = bool(config.get("text_config", config).get("num_experts_per_tok"))
     if has_experts:
         for tokens in sequences:
             check_choices(folder, tokens)
-    if has_experts or not config.keys().isdisjoint(WITH_LORA):
+    is_text = "text_config" not in config
+    if (has_experts and is_text) or not config.keys().isdisjoint(WITH_LORA):
         write_lora(folder, sequences[0], seed)
     for change in changes:
         write_config(folder, {**config, **change})
@@ -1098,4 +1285,4 @@ if __name__ == "__main__":
     chosen = sys.argv[1:] or list(CASES)
     for number, case in enumerate(CASES):
         if case in chosen:
-            make(case, seed=number)
+            make(case, seed=SEEDS.get(case, number))

@@ -450,8 +450,8 @@ _SLOTS = (
 _DEVICES = (
     _mutant(
         "a gradient of which each device has a term is not summed along tensor",
-        "_sums(own, axes) | _sums(whole, (*axes, *whole_axes))",
-        "_sums(own, axes) | _sums(whole, axes)",
+        "_sums(own, divided_axes) | _sums(whole, (*axes, *whole_axes))",
+        "_sums(own, divided_axes) | _sums(whole, axes)",
         "tests/jaxlora/adapters/test_exchange.py",
         f"{_TRAIN}/test_tensor.py",
     ),
@@ -503,14 +503,14 @@ _DEVICES = (
     ),
     _mutant(
         "neighbours are along data, and not along tensor",
-        "reshape(sizes.stage, sizes.data, sizes.fsdp, sizes.tensor)",
-        "reshape(sizes.stage, sizes.tensor, sizes.fsdp, sizes.data).swapaxes(1, 3)",
+        "np.array(used).reshape(each)",
+        "np.array(used).reshape(each[0], *each[:0:-1]).transpose(0, 4, 3, 2, 1)",
         "tests/sharding/test_mesh.py",
     ),
     _mutant(
         "fsdp divides rows before tensor does",
-        "pairs = [(TENSOR, tensor), (FSDP, fsdp)]",
-        "pairs = [(FSDP, fsdp), (TENSOR, tensor)]",
+        "pairs = [(EXPERT, expert), (TENSOR, tensor), (FSDP, fsdp)]",
+        "pairs = [(FSDP, fsdp), (EXPERT, expert), (TENSOR, tensor)]",
         "tests/sharding/test_rules.py",
     ),
     _mutant(

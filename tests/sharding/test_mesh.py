@@ -38,7 +38,7 @@ def test_order_and_spaces_do_not_matter():
         ("  ", "the mesh is empty"),
         ("fsdp", "the word 'fsdp', which is not axis=number"),
         ("fsdp=2,", "the word '', which is not axis=number"),
-        ("model=2", "no axis 'model'. The axes are data, stage, fsdp, tensor"),
+        ("model=2", "no axis 'model'. The axes are data, stage, fsdp, expert, tensor"),
         ("fsdp=2,fsdp=2", "gives a size for fsdp twice"),
         ("fsdp=0", "'0' is not a positive whole number"),
         ("stage=-1", "'-1' is not a positive whole number.*such as stage=2"),
@@ -62,8 +62,8 @@ def test_sizes_that_are_refused(size):
 
 
 def test_numbers_of_devices():
-    sizes = MeshSizes(data=2, stage=3, fsdp=4, tensor=5)
-    assert (sizes.num_devices, sizes.num_lanes) == (120, 8)
+    sizes = MeshSizes(data=2, stage=3, fsdp=4, expert=2, tensor=5)
+    assert (sizes.num_devices, sizes.num_lanes) == (240, 16)
 
 
 @pytest.mark.parametrize(
@@ -81,29 +81,31 @@ def test_a_mesh_larger_than_the_machine(words, match):
 
 
 def test_the_stages_of_a_mesh(monkeypatch, caplog):
-    """Devices are taken along tensor, then fsdp, then data, then the stages."""
+    """Devices are taken along tensor, expert, fsdp, data, and then the stages."""
 
     def grids(words: str, num_devices: int) -> list:
         monkeypatch.setattr(mesh_module.jax, "devices", lambda: range(num_devices))
         meshes = stage_meshes(MeshSizes.parse(words))
-        assert all(mesh.axis_names == ("data", "fsdp", "tensor") for mesh in meshes)
+        axes = "data", "fsdp", "expert", "tensor"
+        assert all(mesh.axis_names == axes for mesh in meshes)
         return [mesh.devices.tolist() for mesh in meshes]
 
     with caplog.at_level(logging.INFO, "jaxlora.sharding"):
         assert grids("data=2,stage=2,fsdp=3", 12) == [
-            [[[0], [1], [2]], [[3], [4], [5]]],
-            [[[6], [7], [8]], [[9], [10], [11]]],
+            [[[[0]], [[1]], [[2]]], [[[3]], [[4]], [[5]]]],
+            [[[[6]], [[7]], [[8]]], [[[9]], [[10]], [[11]]]],
         ]
-        assert grids("fsdp=2,tensor=2", 4) == [[[[0, 1], [2, 3]]]]
+        assert grids("fsdp=2,tensor=2", 4) == [[[[[0, 1]], [[2, 3]]]]]
+        assert grids("fsdp=2,expert=2", 4) == [[[[[0], [1]], [[2], [3]]]]]
         assert not caplog.records
-        assert grids("stage=2", 3) == [[[[0]]], [[[1]]]]
+        assert grids("stage=2", 3) == [[[[[0]]]], [[[[1]]]]]
     assert caplog.messages == ["mesh stage=2: uses 2 of 3 devices: 0, 1"]
 
 
 def test_one_device_is_a_mesh():
     [mesh] = stage_meshes(MeshSizes())
-    assert mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1}
-    assert mesh.devices.tolist() == [[[jax.devices()[0]]]]
+    assert mesh.shape == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+    assert mesh.devices.tolist() == [[[[jax.devices()[0]]]]]
 
 
 def test_a_machine_with_too_few_devices():

@@ -9,14 +9,15 @@ and `mlp.experts.down_proj`, each of all experts. A is [E R, K] with the ranks o
 expert together; B is [N, R E], where column j is of expert j % E. Gate and up have one
 A. The first parameter of a module that is adapted has the inner one of peft's wrappers,
 so the name of its tensors has a `base_layer` more if there are two. Up to 0.18, peft
-took the sides of these parameters for each other, as if they were [E, K, N].
+took the sides of these parameters for each other, as if they were [E, K, N]. Those of
+gpt-oss are, and its `gate_up_proj` is one linear here, too.
 """
 
 import dataclasses
 import logging
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -94,6 +95,17 @@ class FusedLora:
         )
 
 
+def _linears(parameter: str, there: Container[str]) -> tuple[str, ...]:
+    """Returns the linears of an expert that a parameter has; one may be all of it.
+
+    Args:
+        parameter: Path of the parameter.
+        there: Names of linears.
+    """
+    block, _, last = parameter.rpartition(".")
+    return (last,) if f"{block}.0.{last}" in there else _PARAMETERS[last]
+
+
 # ---- to a folder ---------------------------------------------------------------------
 
 
@@ -102,8 +114,9 @@ def default_layout(
 ) -> ExpertLayout:
     """Returns the layout that peft can read: per expert, if it converts that.
 
-    It then has one rank and alpha for all experts of the model, and gate with up. Of a
-    Qwen2 with experts, which alone has a shared one, peft 0.21 does not convert any.
+    It then has one rank and alpha for all experts of the model, and gate with up, which
+    are two linears. Of a Qwen2 with experts, which alone has a shared one, peft 0.21
+    does not convert any.
 
     Args:
         modules: The weights of each linear of the experts, by module name.
@@ -115,8 +128,9 @@ def default_layout(
     is_all = adapted == {name for name in there if name.rpartition(".")[2] in kinds}
     is_one = len({(own.rank, own.lora_alpha) for own in modules.values()}) == 1
     has_both = len(kinds & {*_PARAMETERS["gate_up_proj"]}) != 1
+    has_two = not any(name.endswith(".gate_up_proj") for name in there)
     has_shared = any(".shared_expert." in name for name in linear_names)
-    is_read = is_all and is_one and has_both and not has_shared
+    is_read = is_all and is_one and has_both and has_two and not has_shared
     return "per_expert" if is_read else "fused"
 
 
@@ -155,7 +169,8 @@ def fused_experts(
         experts.setdefault(shared_path(name), []).append(name)
     found = {}
     for block in dict.fromkeys(name.rpartition(".")[0] for name in experts):
-        for parameter, linears in _PARAMETERS.items():
+        for parameter in _PARAMETERS:
+            linears = _linears(f"{block}.{parameter}", modules)
             names = {x: experts.get(f"{block}.{x}", []) for x in linears}
             if parts := {x: own for x, own in names.items() if own}:
                 fused = _fused(linears, parts, modules, scalings)
@@ -266,7 +281,8 @@ def take_experts(
         is_rslora = bool(config["use_rslora"])
         scaling = lora_scaling(alpha, rank, is_rslora)
         fused = FusedLora.of_peft(tensors, e, scaling, is_swapped=is_swapped)
-        modules |= _divided(name, fused, use_rslora=is_rslora)
+        linears = _linears(name, linear_shapes)
+        modules |= _divided(name, linears, fused, use_rslora=is_rslora)
     return modules
 
 
@@ -290,8 +306,8 @@ def _sizes(
     parameter: str, linear_shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, int, int]:
     """Returns E, K and N of a parameter."""
-    block, _, last = parameter.rpartition(".")
-    linears = _PARAMETERS[last]
+    block = parameter.rpartition(".")[0]
+    linears = _linears(parameter, linear_shapes)
     e = 0
     while f"{block}.{e}.{linears[0]}" in linear_shapes:
         e += 1
@@ -305,14 +321,19 @@ def _are_swapped(
     found: Mapping[str, Mapping[str, np.ndarray]],
     linear_shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
-    """Returns whether A has the output features, in the folders of an older peft."""
-    fits = {False: True, True: True}
+    """Returns whether A has the output features, in the folders of an older peft.
+
+    Never where gate and up are one linear, as the parameters of these are [E, K, N].
+    """
+    blocks = {name.rpartition(".")[0] for name in found}
+    is_kn = any(f"{block}.0.gate_up_proj" in linear_shapes for block in blocks)
+    fits = {False: True, True: not is_kn}
     for name, tensors in found.items():
         e, k, n = _sizes(name, linear_shapes)
         a, b = tensors["lora_A"], tensors["lora_B"]
         is_whole = a.ndim == b.ndim == 2 and len(a) == b.shape[1] and len(a) % e == 0
         sides = (a.shape[1:], b.shape[:1]) if is_whole else ()
-        here = {False: sides == ((k,), (n,)), True: sides == ((n,), (k,))}
+        here = {False: sides == ((k,), (n,)), True: sides == ((n,), (k,)) and not is_kn}
         if not any(here.values()):
             raise AdapterError(
                 f"{folder}: A and B of {name} have the shapes {list(a.shape)} and "
@@ -341,14 +362,13 @@ def _are_swapped(
 
 
 def _divided(
-    name: str, fused: FusedLora, *, use_rslora: bool
+    name: str, linears: Sequence[str], fused: FusedLora, *, use_rslora: bool
 ) -> dict[str, LoraWeights]:
     """Divides the LoRA of a parameter by expert and linear.
 
     Where gate and up have ranks of their own, each takes these; otherwise both take A.
     """
-    block, _, parameter = name.rpartition(".")
-    linears = _PARAMETERS[parameter]
+    block = name.rpartition(".")[0]
     rank, n = fused.rank, fused.b.shape[2] // len(linears)
     ranks = {linear: slice(rank) for linear in linears}
     half = rank // 2

@@ -6,14 +6,19 @@ from typing import Any, NoReturn
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.hf.quantized.bitsandbytes import BitsandbytesInt8, BitsandbytesNf4
-from jaxlora.hf.quantized.stored import BlockLayout, RowLayout, StorageLayout
+from jaxlora.hf.quantized.stored import (
+    BlockLayout,
+    Mxfp4Layout,
+    RowLayout,
+    StorageLayout,
+)
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
 
 KEY = "quantization_config"
 _SUPPORTED = (
     "compressed-tensors (format float-quantized or int-quantized: 8 bits, symmetric, "
     "one scale per channel or tensor, or fp8 per block), fbgemm_fp8, fp8 (per "
-    "block or tensor) and bitsandbytes (nf4 or int8)"
+    "block or tensor), bitsandbytes (nf4 or int8) and mxfp4 (the experts of gpt-oss)"
 )
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 
@@ -133,4 +138,5 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], StorageLayout]] = {
     "fbgemm_fp8": lambda _: _row_layout("fbgemm", Fp8Weight.format, "channel"),
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": lambda _: Mxfp4Layout(),
 }

@@ -119,7 +119,7 @@ def find_stored_linears(
         file = files.get(spec.hf_name)
         if file is None or file.dtype_name(spec.hf_name) in FLOATS:
             continue
-        name, (n, k) = spec.hf_name.removesuffix(".weight"), spec.hf_shape
+        name, (k, n) = spec.hf_name.removesuffix(".weight"), spec.shape
         tensors = layout.tensors((n, k), lambda t, name=name: f"{name}.{t}" in files)
         found[spec.path] = StoredLinear(
             name=name, shape=(n, k), layout=layout, tensors=tensors, files=files

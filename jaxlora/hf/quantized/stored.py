@@ -13,10 +13,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn
 
 from jaxlora.errors import ModelError
-from jaxlora.pallas_kernels import FORMATS, Fp8Weight, Int8Weight, QuantizedWeight
+from jaxlora.pallas_kernels import (
+    FORMATS,
+    Fp8Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    QuantizedWeight,
+)
 
 # Dtypes of scales, and of the values of formats, by their names in safetensors.
 _SCALES = ("F32", "F16", "BF16")
+_NAN_EXPONENT = 255  # of e8m0
 _VALUES = {Fp8Weight.format: "F8_E4M3", Int8Weight.format: "I8"}
 
 
@@ -221,3 +228,42 @@ class BlockLayout(StorageLayout):
         scale = arrays[self.scale_name].astype(np.float32)
         check_scales(scale, f"{where}.{self.scale_name}")
         return BlockWeight(values=arrays["weight"], scale=scale, block=self.block)
+
+
+# ---- mxfp4 ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mxfp4Layout(StorageLayout):
+    """The experts of gpt-oss: two values per byte of `weight`, and `scales` of 32 each.
+
+    A checkpoint has one tensor of all experts, with a dimension of blocks, which are
+    divided by expert when it is opened.
+    """
+
+    kind: str = "mxfp4"
+    format: str = Mxfp4Weight.format
+    is_of_experts: bool = True
+
+    def tensors(
+        self, shape: tuple[int, int], has: Callable[[str], bool]
+    ) -> tuple[StoredTensor, ...]:
+        """Returns the weight and the exponents of its blocks."""
+        n, k = shape
+        shapes = {"weight": (n, k // 2), "scales": (n, k // 32)}
+        return tuple(
+            StoredTensor(name=name, dtypes=("U8",), shapes=(own,))
+            for name, own in shapes.items()
+        )
+
+    def weight(
+        self, shape: tuple[int, int], arrays: Mapping[str, np.ndarray], where: str
+    ) -> QuantizedWeight:
+        """Returns the weight as it is."""
+        scale = arrays["scales"]
+        if scale.max(initial=0) == _NAN_EXPONENT:
+            raise ModelError(
+                f"{where}.scales holds NaN, so nothing can be computed with it. The "
+                "file is damaged: fetch or copy it again."
+            )
+        return host_weight(self.format, values=arrays["weight"], scale=scale)

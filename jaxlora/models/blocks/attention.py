@@ -34,6 +34,7 @@ class Attention(nnx.Module):
         gated: bool = False,
         shares_kv: bool = False,
         norms_values: bool = False,
+        has_sinks: bool = False,
     ):
         """Makes the modules.
 
@@ -51,6 +52,8 @@ class Attention(nnx.Module):
                 their norm and rotation.
             norms_values: Whether each head of the values is normalized, by a norm
                 without a weight.
+            has_sinks: Whether each head has a sink, the score of one more key, whose
+                value is zero.
         """
         assert not (fused and (gated or shares_kv))
         config = config.at_layer(make.number)
@@ -79,6 +82,8 @@ class Attention(nnx.Module):
             features = (config.head_dim,) * 2 if norms == "head" else (q, kv)
             self.q_norm = make.norm("self_attn.q_norm", features[0])
             self.k_norm = make.norm("self_attn.k_norm", features[1])
+        sinks = (config.num_heads,), "self_attn.sinks", ("H",)
+        self.sinks = make.weight(*sinks, divided="H") if has_sinks else None
         self.query_features, self.kv_features = q, kv
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.scoring = layer_scoring(config, make.number)
@@ -118,7 +123,8 @@ class Attention(nnx.Module):
                 q, k = (as_halves(x, rope[0].shape[-1]) for x in (q, k))
             q = apply_rope(q, *(rows.ropes.query_rope or rope))
             k = apply_rope(k, *rope)
-        out = rows.attend(q, k, v, self.scoring)
+        sinks = None if self.sinks is None else self.sinks[...]
+        out = rows.attend(q, k, v, self.scoring, sinks)
         if gate is not None:
             out = _gated(out, gate)
         return self.o_proj(out.reshape(len(out), -1), rows.routing)

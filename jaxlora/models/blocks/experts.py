@@ -1,19 +1,23 @@
 """A mixture of experts, a block of decoder layers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.blocks.mlp import Mlp, swiglu
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, ModelConfig
+from jaxlora.modules.expert_linear import ExpertLinear
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
 from jaxlora.pallas_kernels import (
+    LINEAR_RESULTS,
     Dropout,
     Projection,
     expert_linears,
@@ -21,42 +25,93 @@ from jaxlora.pallas_kernels import (
     gather_rows,
     route_rows,
 )
+from jaxlora.sharding.expert import all_rows, first_expert, from_experts, to_experts
+
+CHOSEN = "chosen experts"  # name of each layer's choices in a trace, for reports
 
 
 class ExpertLinears(nnx.Module):
     """The linears of the experts, whose names are those of one MLP."""
 
-    def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: LayerBuilder,
+        shape: ExpertShape,
+        *,
+        fused: bool = False,
+    ):
+        """Makes the linears.
+
+        Args:
+            config: The model.
+            make: Makes them.
+            shape: The mixture.
+            fused: See `Experts`.
+        """
         name, d, f = "mlp.experts.{}_proj".format, config.hidden_size, shape.features
-        self.gate_proj = make.expert_linear(name("gate"), d, f, shape, role="column")
-        self.up_proj = make.expert_linear(name("up"), d, f, shape, role="column")
-        self.down_proj = make.expert_linear(name("down"), f, d, shape, role="row")
+        given: dict[str, Any] = {"use_bias": config.mlp_bias, "is_one_tensor": fused}
+        read: dict[str, Any] = {"role": "column", **given}
+        self.fused = fused
+        if fused:
+            self.gate_up_proj = make.expert_linear(
+                name("gate_up"), d, 2 * f, shape, **read
+            )
+        else:
+            self.gate_proj = make.expert_linear(name("gate"), d, f, shape, **read)
+            self.up_proj = make.expert_linear(name("up"), d, f, shape, **read)
+        self.down_proj = make.expert_linear(
+            name("down"), f, d, shape, role="row", **given
+        )
+
+    @property
+    def input_linears(self) -> tuple[ExpertLinear, ...]:
+        """The linears that share the input."""
+        return (self.gate_up_proj,) if self.fused else (self.gate_proj, self.up_proj)
 
 
 class Experts(nnx.Module):
     """The weighted outputs of the MLPs that a router chooses for each row.
 
     Each linear of an expert takes LoRA; the router and the gate of a shared expert do
-    not. A row is copied to its experts, so no other row has a part in its result.
+    not. A row is copied to its experts, so no other row has a part in its result. If
+    devices share the experts, each runs its own for the rows of all.
     """
 
-    def __init__(self, config: ModelConfig, make: LayerBuilder, shape: ExpertShape):
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: LayerBuilder,
+        shape: ExpertShape,
+        *,
+        router: str = "mlp.gate",
+        activation: Callable[[Any, Any], Any] = swiglu,
+        fused: bool = False,
+    ):
         """Makes the modules.
 
         Args:
-            config: The model.
+            config: The model. With `mlp_bias`, router and linears have biases.
             make: Makes them.
             shape: The mixture.
+            router: Path of the router inside a layer of a checkpoint.
+            activation: Makes what `down` takes of gate and up.
+            fused: Whether one linear, `gate_up_proj`, makes gate and up, a feature of
+                the one next to that of the other, and checkpoints have one tensor of
+                all experts.
         """
         self.shape, self.implementation = shape, make.options.implementation
+        self.activation, self.parts = activation, config.expert_parts
         self.most_adapters = make.options.most_adapters
         self.gate = make.weight(
             (config.hidden_size, shape.number),
-            "mlp.gate.weight",
+            f"{router}.weight",
             ("D", "X"),
             transpose=True,
         )
-        self.experts = ExpertLinears(config, make, shape)
+        bias = (shape.number,), f"{router}.bias", ("X",)
+        self.gate_bias = make.weight(*bias) if config.mlp_bias else None
+        self.experts = ExpertLinears(config, make, shape, fused=fused)
         if (shared := shape.shared_features) is not None:
             name = "mlp.shared_expert"
             self.shared_expert = Mlp(config, make, name=name, features=shared)
@@ -77,6 +132,8 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T D"]:
         x = LinearInput.of(x).x
         logits = jnp.matmul(x, self.gate[...], preferred_element_type=jnp.float32)
+        if self.gate_bias is not None:
+            logits += self.gate_bias[...].astype(jnp.float32)
         weights, chosen = choose_experts(logits, self.shape)
         if self.shape.rounds:
             weights = weights.astype(x.dtype)
@@ -94,28 +151,52 @@ class Experts(nnx.Module):
         routing: Routing,
     ) -> Float[Array, "T D"]:
         """Returns the weighted outputs of the experts that rows have chosen."""
-        own = self.experts
-        first, last = (own.gate_proj, own.up_proj), own.down_proj
+        own, num_held, first_one = self.experts, self.shape.number // self.parts, 0
+        if self.parts > 1:
+            x, weights, routing = to_experts(x), to_experts(weights), _of_all(routing)
+            first_one = first_expert(num_held)
+            chosen = all_rows(chosen) - first_one
+        first, last = own.input_linears, own.down_proj
         slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
+        most = self.most_adapters  # of the microbatch of each device
+        most = None if most is None else most * self.parts
         plan = route_rows(
             chosen,
             blocks,
-            self.shape.number,
+            num_held,
             num_adapters,
-            most_adapters=min(num_adapters, self.most_adapters or num_adapters),
+            most_adapters=num_adapters if most is None else min(most, num_adapters),
+            num_parts=self.parts,
+            first_expert=first_one,
         )
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels = {"implementation": self.implementation}
         copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
         calls = [before] if len(formats) == 1 else [[p] for p in before]
-        gate, up = (
+        read = [
             y for call in calls for y in expert_linears(copies, call, plan, **kernels)
-        )
-        return expert_output(swiglu(gate, up), after, weights, plan, **kernels)
+        ]
+        if own.fused:
+            read = [read[0][:, 0::2], read[0][:, 1::2]]
+        y = expert_output(self.activation(*read), after, weights, plan, **kernels)
+        if self.parts == 1:
+            return y
+        # A policy that saves the results of linears exchanges nothing again.
+        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
+
+
+def _of_all(routing: Routing) -> Routing:
+    """Returns the routing of the rows of all devices that share the experts."""
+    index = routing.token_index
+    return dataclasses.replace(
+        routing,
+        block_adapter=all_rows(routing.block_adapter),
+        token_index=None if index is None else all_rows(index),
+    )
 
 
 def _all_drop(projections: Sequence[Projection]) -> list[Projection]:
@@ -150,4 +231,4 @@ def choose_experts(
     weights = jnp.where(is_chosen, shares[:, None], 0).sum(axis=-1)
     if shape.normalizes:
         weights /= weights.sum(axis=-1, keepdims=True)
-    return weights, chosen
+    return weights, checkpoint_name(chosen, CHOSEN)

@@ -38,12 +38,17 @@ class MixtureModel(ModelConfig):
         return self.experts if self.has_experts[layer] else None
 
 
+def experts_or_mlp(config: ModelConfig, make: LayerBuilder) -> Experts | Mlp:
+    """Makes the experts of a layer, or its MLP where it has none."""
+    shape = config.expert_shape(make.number)
+    return Mlp(config, make) if shape is None else Experts(config, make, shape)
+
+
 class MixtureLayer(LlamaLayer):
     """A layer with experts or an MLP."""
 
     def make_mlp(self, config: MixtureModel, make: LayerBuilder) -> Experts | Mlp:
-        shape = config.expert_shape(make.number)
-        return Mlp(config, make) if shape is None else Experts(config, make, shape)
+        return experts_or_mlp(config, make)
 
 
 class Mixture(HfConfig):

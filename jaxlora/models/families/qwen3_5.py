@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6: the text models, whose layers are mostly gated delta nets."""
+"""Dense Qwen3.5 and Qwen3.6: the text models, mostly of gated delta nets."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -8,9 +8,9 @@ from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
 from jaxlora.models.blocks.attention import Attention
 from jaxlora.models.blocks.delta_net import DeltaNet
-from jaxlora.models.blocks.mlp import Mlp
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import Composite, DeltaShape, Family, ModelConfig, Rope
+from jaxlora.models.families.mixture import experts_or_mlp
 from jaxlora.models.families.phi import PartialRotary, read_partial_rope
 from jaxlora.models.hf_config import (
     FULL,
@@ -55,17 +55,19 @@ class Qwen35Model(ModelConfig):
 
 
 class Qwen35Layer(DecoderLayer):
-    """A gated delta net or attention with an output gate; and an MLP."""
+    """A gated delta net or attention with an output gate; and an MLP or experts."""
+
+    delta_net: ClassVar[type[DeltaNet]] = DeltaNet
 
     def __init__(self, config: Qwen35Model, make: LayerBuilder):
         super().__init__(make)
         self.attention_norm = make.norm("input_layernorm")
         if config.is_linear[make.number]:
-            self.linear_attn = DeltaNet(config, make, config.delta)
+            self.linear_attn = self.delta_net(config, make, config.delta)
         else:
             self.self_attn = Attention(config, make, norms="head", gated=True)
         self.mlp_norm = make.norm("post_attention_layernorm")
-        self.mlp = Mlp(config, make)
+        self.mlp = experts_or_mlp(config, make)
 
     @property
     def mixer(self) -> Attention | DeltaNet:

@@ -18,7 +18,7 @@ from jaxlora.models.families.mixture import (
 from jaxlora.models.hf_config import Count, Flag, Heads, Whole, Windows
 
 
-class _QwenMoe(Mixture):
+class QwenMoe(Mixture):
     """Some layers may have an MLP, whose width is `intermediate_size`."""
 
     max_position_embeddings: Count = 32768
@@ -44,8 +44,18 @@ class _QwenMoe(Mixture):
         return tuple(i not in dense and (i + 1) % step == 0 for i in layers)
 
 
-class Qwen2Moe(_QwenMoe):
-    """The config.json of a Qwen2 with experts, one of which all tokens pass."""
+class SharedMoe(QwenMoe):
+    """One further expert is shared: all tokens pass it."""
+
+    shared_expert_intermediate_size: Features
+
+    def expert_shape(self) -> ExpertShape:
+        shared = self.shared_expert_intermediate_size
+        return dataclasses.replace(super().expert_shape(), shared_features=shared)
+
+
+class Qwen2Moe(SharedMoe):
+    """The config.json of a Qwen2 with experts."""
 
     FAMILY: ClassVar[Family] = Family(
         model_type="qwen2_moe",
@@ -65,10 +75,6 @@ class Qwen2Moe(_QwenMoe):
     def build(self, **fields: Any) -> ModelConfig:
         return super().build(qkv_bias=self.qkv_bias, **fields)
 
-    def expert_shape(self) -> ExpertShape:
-        shared = self.shared_expert_intermediate_size
-        return dataclasses.replace(super().expert_shape(), shared_features=shared)
-
     def layer_windows(self) -> Windows:
         layers = range(self.num_hidden_layers)
         return self.typed_windows(
@@ -85,7 +91,7 @@ class Qwen3MoeLayer(MixtureLayer):
         super().__init__(config, make, norms="head")
 
 
-class Qwen3Moe(_QwenMoe):
+class Qwen3Moe(QwenMoe):
     """The config.json of a Qwen3 with experts."""
 
     FAMILY: ClassVar[Family] = Family(

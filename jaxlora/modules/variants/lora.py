@@ -1,5 +1,7 @@
 """LoRA: two matrices A and B in each linear (arXiv 2106.09685)."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,32 +11,49 @@ from jaxtyping import Array, Float
 
 from jaxlora.config import LoraJob
 from jaxlora.modules.variants.variant import (
+    NewModule,
     Pair,
     TrainedTensor,
     Variant,
     lora_plus,
 )
 
-_PART = 8192  # numbers that are drawn at once
+# Random numbers that are drawn before they are scaled. The cache of a core has them.
+_AT_ONCE = 1 << 18
 
 
-def _kaiming_uniform(
-    job: LoraJob, rng: np.random.Generator, kernel: Any, rank: int
-) -> np.ndarray:
-    """Draws from +-1/sqrt(K), which is PEFT's kaiming_uniform(a = sqrt 5)."""
-    in_features = kernel.shape[0]
-    bound = in_features**-0.5
-    drawn = np.empty((in_features, rank), np.float32)
-    # In parts that stay in the cache, as NumPy draws in float64.
-    for part in np.split(drawn.reshape(-1), range(_PART, drawn.size, _PART)):
-        part[:] = rng.uniform(-bound, bound, part.size)
+def _kaiming_uniform(job: LoraJob, new: Sequence[NewModule]) -> list[np.ndarray]:
+    """Draws from +-1/sqrt(K), which is PEFT's kaiming_uniform(a = sqrt 5).
+
+    Modules of equal K are scaled together: each call of NumPy gives the interpreter's
+    lock back and waits for it again, which takes threads longer than a small module.
+    """
+    drawn: list[np.ndarray] = []
+    for in_features, group in itertools.groupby(new, lambda one: one.kernel.shape[0]):
+        modules = list(group)
+        most = max(1, _AT_ONCE // (in_features * max(one.rank for one in modules)))
+        for first in range(0, len(modules), most):
+            drawn += _uniform(modules[first : first + most], in_features)
     return drawn
 
 
-def _zeros(
-    job: LoraJob, rng: np.random.Generator, kernel: Any, rank: int
-) -> np.ndarray:
-    return np.broadcast_to(np.float32(0), (rank, kernel.shape[1]))  # uses no memory
+def _uniform(new: Sequence[NewModule], in_features: int) -> list[np.ndarray]:
+    """Draws the arrays of modules with the same number of input features."""
+    ends = np.cumsum([in_features * one.rank for one in new])
+    numbers = np.empty(ends[-1])  # in float64, as NumPy draws them
+    for one, part in zip(new, np.split(numbers, ends[:-1]), strict=True):
+        one.rng.random(out=part)
+    bound = in_features**-0.5
+    numbers *= 2 * bound
+    scaled = np.empty(ends[-1], np.float32)
+    np.add(numbers, -bound, out=scaled, casting="same_kind")
+    parts = zip(new, np.split(scaled, ends[:-1]), strict=True)
+    return [part.reshape(in_features, one.rank) for one, part in parts]
+
+
+def _zeros(job: LoraJob, new: Sequence[NewModule]) -> list[np.ndarray]:
+    zero = np.float32(0)  # which is repeated without memory
+    return [np.broadcast_to(zero, (one.rank, one.kernel.shape[1])) for one in new]
 
 
 # `jaxlora.adapters.initial` has other starts of both.

@@ -20,9 +20,24 @@ from jaxlora.pallas_kernels import DoraGain
 # Letters of docs/conventions.md: input features, output features and rank.
 Dimension = Literal["K", "N", "R"]
 
-# Makes the initial value for a job from a random generator, the frozen weight (K N) and
-# the rank.
-Start = Callable[[LoraJob, np.random.Generator, Any, int], np.ndarray]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewModule:
+    """A module for which a job draws its first tensors.
+
+    Attributes:
+        rng: Random numbers of the module alone.
+        kernel: Its frozen weight, K N.
+        rank: The adapter's rank.
+    """
+
+    rng: np.random.Generator
+    kernel: Any
+    rank: int
+
+
+# Makes a tensor's initial values for a job, one for each module in the same order.
+Start = Callable[[LoraJob, Sequence[NewModule]], list[np.ndarray]]
 
 # A and B of the slots.
 Pair = tuple[Float[Array, "G K R"], Float[Array, "G R N"]]
@@ -39,7 +54,7 @@ class TrainedTensor:
         peft_name: Its name in a PEFT folder, after the name of the linear. PEFT stores
             the transpose of our array.
         dimensions: Its dimensions; a slot pads those of rank with zeros.
-        start: Makes its initial value at the adapter's own rank; None: `from_weight`
+        start: Makes its initial values at the adapter's own rank; None: `from_weight`
             does.
         from_weight: Makes its initial value from the frozen weight alone, K N or a
             quantized weight, in the dtype of the products. It runs programs on the

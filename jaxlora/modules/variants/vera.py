@@ -38,13 +38,13 @@ VERA_D = TrainedTensor(
     name="vera_lambda_d",
     peft_name="vera_lambda_d",
     dimensions=("R",),
-    start=lambda job, rng, kernel, rank: np.full(rank, job.d_initial),
+    start=lambda job, new: [np.full(one.rank, job.d_initial) for one in new],
 )
 VERA_B = TrainedTensor(
     name="vera_lambda_b",
     peft_name="vera_lambda_b",
     dimensions=("N",),
-    start=lambda job, rng, kernel, rank: np.zeros(kernel.shape[1]),
+    start=lambda job, new: [np.zeros(one.kernel.shape[1]) for one in new],
 )
 
 

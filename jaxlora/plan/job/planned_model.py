@@ -23,9 +23,10 @@ from jaxlora.models.forward import Base
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
 from jaxlora.pallas_kernels import WeightOptions
-from jaxlora.sharding.rules import FSDP, TENSOR
+from jaxlora.sharding.rules import EXPERT, FSDP, TENSOR
 
 _KERNEL = ".kernel."  # in the path of an array of a quantized weight
+_DIVIDING = FSDP, EXPERT, TENSOR  # the axes of a mesh that divide weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,9 @@ def with_derived(model: FrozenModel, spec: DecoderSpec) -> FrozenModel:
         return model
     params = {k: v for k, v in model.params.items() if _KERNEL not in k}
     division = functools.cache(
-        lambda fsdp, tensor: weight_specs(spec.divided(fsdp=fsdp, tensor=tensor))
+        lambda *sizes: weight_specs(
+            spec.divided(**dict(zip(_DIVIDING, sizes, strict=True)))
+        )
     )
     for path, arrays in _quantized_kernels(model.params).items():
         found = _completed(base.options_of(path), path, arrays, division)
@@ -155,7 +158,7 @@ def _completed(
     options: WeightOptions,
     kernel: str,
     arrays: Base,
-    division: Callable[[int, int], Mapping[str, PartitionSpec]],
+    division: Callable[..., Mapping[str, PartitionSpec]],
 ) -> Base:
     wanted = jax.eval_shape(options.complete, arrays)
     kept = {field: arrays[field] for field in wanted if field in arrays}
@@ -168,7 +171,7 @@ def _completed(
     if isinstance(sharding, NamedSharding):
         device_mesh = sharding.mesh
         sizes = dict(device_mesh.shape)
-        specs = division(sizes.get(FSDP, 1), sizes.get(TENSOR, 1))
+        specs = division(*(sizes.get(axis, 1) for axis in _DIVIDING))
         places = tuple(
             NamedSharding(device_mesh, specs[f"{kernel}.{f}"]) for f in missing
         )

@@ -53,7 +53,7 @@ from jaxlora.plan.memory.footprint import (
 from jaxlora.plan.memory.inputs import batch_shapes, key_shapes
 from jaxlora.programs.program import kept_value
 from jaxlora.scheduler import Limits
-from jaxlora.sharding.rules import TENSOR
+from jaxlora.sharding.rules import EXPERT, TENSOR
 
 _TRACED_TOKENS = 4096  # at least, so that the bytes per token are exact enough
 _MLP_KEEPS = 3  # arrays of the MLP's width that are kept: gate, up and their product
@@ -108,7 +108,7 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
     """
     # Between the halves of layers, devices that share them have parts of the rows.
     hidden = _hidden_bytes(spec) / use.num_tensor
-    part, is_alone = spec.part(use.num_tensor), _runs_backward_alone(spec)
+    part, is_alone = use.part_of(spec), _runs_backward_alone(spec)
     kept = len(spec.layer_numbers) * found.kept_by_layer + _mask_bytes(part)
     if spec.has_head:
         kept += found.kept_at_ends
@@ -135,10 +135,14 @@ def stage_estimated(spec: DecoderSpec, found: StepBytes, use: StageUse) -> Footp
 
 
 def part_bytes(
-    spec: DecoderSpec, tensor: int, block_tokens: int, num_tokens: int | None
+    spec: DecoderSpec,
+    tensor: int,
+    block_tokens: int,
+    num_tokens: int | None,
+    expert: int = 1,
 ) -> StepBytes:
     """Returns `step_bytes` of the part of a decoder that each of the devices runs."""
-    part = spec.divided(tensor=tensor).part(tensor)
+    part = spec.divided(tensor=tensor, expert=expert).own_part
     return step_bytes(part, block_tokens, num_tokens)
 
 
@@ -301,7 +305,7 @@ def _kept_bytes(spec: DecoderSpec, num_tokens: int, block_tokens: int) -> int:
         return jax.vjp(total, params)[1]
 
     with shapes_only():
-        axes = [(TENSOR, spec.options.tensor)]
+        axes = [(TENSOR, spec.options.tensor), (EXPERT, spec.options.expert)]
         traced = jax.make_jaxpr(backward, axis_env=axes)(
             spec.base_shapes(),
             spec.adapter_shapes(),
@@ -352,26 +356,32 @@ def _layer_weights(spec: DecoderSpec, use: StageUse) -> int:
 
 def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the slot tables of a device, without whole copies of modules."""
-    tables, whole = part_shapes(spec, use.num_tensor)[1], spec.whole_copies
+    _, tables = part_shapes(spec, use.num_tensor, use.num_expert)
+    whole = spec.whole_copies
     return {name: shape for name, shape in tables.items() if name not in whole}
 
 
 def _mlp_bytes(spec: DecoderSpec, *, num_inner: int = 1) -> int:
     """Bytes per token of arrays inside an MLP, or inside experts.
 
-    A token is copied to each of its experts, so there is its copies' input, too.
+    A token is copied to each of its experts, so there is its copies' input, too. If
+    devices share the experts, each has room for the copies of the tokens of all
+    devices, and has these tokens and their results.
 
     Args:
         spec: The decoder.
         num_inner: Number of arrays with the MLP's width.
     """
     config, widths = spec.config, [0]
+    parts = config.expert_parts
     for shape in set(map(config.expert_shape, range(config.num_layers))):
         if shape is None:
             widths.append(num_inner * config.intermediate_size)
         else:
-            inner = shape.chosen * shape.features + (shape.shared_features or 0)
-            widths.append(shape.chosen * config.hidden_size + num_inner * inner)
+            copies = parts * min(shape.chosen, shape.number // parts)
+            width = copies * (num_inner * shape.features + config.hidden_size)
+            width += 2 * parts * config.hidden_size if parts > 1 else 0
+            widths.append(width + num_inner * (shape.shared_features or 0))
     return max(widths) * jnp.dtype(spec.options.dtype).itemsize
 
 
@@ -386,8 +396,9 @@ def _with_padding(found: StepBytes, spec: DecoderSpec, num_tokens: int) -> StepB
         if shape is None:
             kept.append(0.0)
             continue
-        copies = shape.chosen * num_tokens
-        blocks = num_blocks(copies, shape.number, spec.num_expert_slots)
+        number = shape.number // config.expert_parts
+        copies = min(shape.chosen, number) * config.expert_parts * num_tokens
+        blocks = num_blocks(copies, number, spec.num_expert_slots)
         share = itemsize * (TILE_TOKENS * blocks - copies) / num_tokens
         kept.append(share * (config.hidden_size + _MLP_KEEPS * shape.features))
         transient.append(share * (config.hidden_size + shape.features))

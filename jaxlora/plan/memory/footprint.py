@@ -49,6 +49,7 @@ class StageUse:
         num_waiting: Further microbatches of which the device holds hidden states that
             come from another stage or go there.
         num_tensor: Devices that share each microbatch.
+        num_expert: Devices that share the experts of each layer.
     """
 
     num_shards: int
@@ -56,6 +57,11 @@ class StageUse:
     num_kept: int
     num_waiting: int
     num_tensor: int = 1
+    num_expert: int = 1
+
+    def part_of(self, spec: DecoderSpec) -> DecoderSpec:
+        """Returns the part of a stage that the device runs."""
+        return spec.part(self.num_tensor, self.num_expert)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,7 +170,7 @@ def stage_resident(spec: DecoderSpec, use: StageUse) -> Footprint:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    base, tables = part_shapes(spec, use.num_tensor)
+    base, tables = part_shapes(spec, use.num_tensor, use.num_expert)
     gradients, state = num_bytes(tables), _state_bytes(spec, tables)
     frozen = num_bytes(shared_settings(spec.settings_shapes()))
     if spec.slots is not None and spec.slots.has_references:
@@ -216,7 +222,7 @@ def stage_measured(
     batch = num_bytes(batch_shapes(limits, objectives=spec.options.objectives))
     step_bytes += (_BATCHES + use.num_kept - 1) * batch
     step_bytes = max(step_bytes, optimizer_bytes(spec, use))
-    part = spec.part(use.num_tensor)
+    part = use.part_of(spec)
     fixed_bytes = min(head_bytes(part), step_bytes // 2) if spec.has_head else 0
     return dataclasses.replace(
         stage_resident(spec, use),
@@ -286,7 +292,7 @@ def fixed_bytes(spec: DecoderSpec, use: StageUse) -> int:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    at_loss, part = 0, spec.part(use.num_tensor)
+    at_loss, part = 0, use.part_of(spec)
     if spec.has_head:
         at_loss = head_bytes(part)
         if use.num_shards > 1:  # the head is gathered for the loss
@@ -306,7 +312,7 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
         spec: The decoder, or one stage of it.
         use: How the device is used.
     """
-    _, shapes = part_shapes(spec, use.num_tensor)
+    _, shapes = part_shapes(spec, use.num_tensor, use.num_expert)
     at_sum = at_step = 0
     if use.num_parts * use.num_tensor > 1 and spec.slots:
         # A slot's chunks for all devices, and those from them.
@@ -316,11 +322,11 @@ def optimizer_bytes(spec: DecoderSpec, use: StageUse) -> int:
         largest = max(num_bytes(shape) for shape in shapes.values())
         at_step = max(0, _state_bytes(spec, shapes) - largest)
     elif spec.slots is not None and spec.slots.optimizers:
-        at_step = _stepped_bytes(spec, spec.slots, use.num_tensor)
+        at_step = _stepped_bytes(spec, spec.slots, use)
     return max(at_sum, at_step)
 
 
-def _stepped_bytes(spec: DecoderSpec, slots: SlotShape, num_tensor: int) -> int:
+def _stepped_bytes(spec: DecoderSpec, slots: SlotShape, use: StageUse) -> int:
     """Bytes of weights and state after a step, where they do not replace those before.
 
     They do if there is one optimizer, and each of its elements steps by itself. One
@@ -331,9 +337,10 @@ def _stepped_bytes(spec: DecoderSpec, slots: SlotShape, num_tensor: int) -> int:
     num_mixed = len(mixing)
     if len(slots.optimizers) == 1 and not num_mixed:
         return 0
-    _, shapes = part_shapes(spec, 1 if num_mixed else num_tensor)
+    num_tensor = 1 if num_mixed else use.num_tensor
+    _, shapes = part_shapes(spec, num_tensor, use.num_expert)
     joined = 0
-    if num_mixed and num_tensor > 1:
+    if num_mixed and use.num_tensor > 1:
         joined = 2 * num_bytes(shapes) + _state_bytes(spec, shapes)
     weights = num_bytes(shapes)
     states = (num_bytes(state_shapes([name], shapes)) for name in slots.optimizers)
@@ -352,7 +359,7 @@ def gathered_bytes(spec: DecoderSpec, use: StageUse) -> int:
     if use.num_shards == 1:
         return 0
     num_layers = min(_GATHERED_LAYERS, len(spec.layer_numbers))
-    return num_layers * layer_bytes(spec.part(use.num_tensor).base_shapes())
+    return num_layers * layer_bytes(use.part_of(spec).base_shapes())
 
 
 def head_bytes(spec: DecoderSpec) -> int:

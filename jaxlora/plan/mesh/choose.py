@@ -1,6 +1,7 @@
 """Chooses what is `auto` in a run: mesh or replicas, `remat`, capacity and storage."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,6 +9,7 @@ from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.config.replicas_config import describe_list
 from jaxlora.errors import ConfigError
+from jaxlora.models.tensor_parallel import divides_experts
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.plan.memory.capacity import check_resident, describe_capacity
 from jaxlora.plan.memory.device_memory import format_bytes
@@ -107,7 +109,8 @@ def _fastest_place(search: Search) -> tuple[Candidate, Note]:
 
     def rank(one: Candidate) -> tuple:
         sizes, is_slow = one.sizes, one.seconds > _TOLERANCE * least
-        simpler = sizes.num_devices, sizes.tensor, sizes.stage, sizes.fsdp
+        inner = sizes.tensor, sizes.expert
+        simpler = sizes.num_devices, *inner, sizes.stage, sizes.fsdp
         return not one.fits, is_slow, *simpler, one.seconds
 
     meshes = sorted(found, key=rank)
@@ -186,11 +189,26 @@ def _meshes(search: Search, num_devices: int) -> Iterator[MeshSizes]:
             most = 1
             if not is_whole:  # nor can a process be left out
                 return
-        for stage in range(1, most + 1):
-            for fsdp in range(1, rest + 1):
-                if rest % (stage * fsdp) == 0 and model.hidden_size % fsdp == 0:
-                    data = rest // (stage * fsdp)
-                    yield MeshSizes(data=data, stage=stage, fsdp=fsdp, tensor=tensor)
+        for stage, fsdp, expert in itertools.product(
+            range(1, most + 1), range(1, rest + 1), _expert_sizes(search, tensor)
+        ):
+            data, remainder = divmod(rest, stage * fsdp * expert)
+            if data and not remainder and model.hidden_size % fsdp == 0:
+                yield MeshSizes(
+                    data=data, stage=stage, fsdp=fsdp, expert=expert, tensor=tensor
+                )
+
+
+def _expert_sizes(search: Search, tensor: int) -> list[int]:
+    """Returns the sizes of the axis `expert` inside a host, with this one of `tensor`.
+
+    Its exchanges are not hidden behind other work, either.
+    """
+    machine, most = search.machine, 1
+    if tensor == 1 and not math.isinf(machine.speed.link_bytes):
+        most = machine.num_devices // machine.num_hosts
+    model = search.alone.spec.config
+    return [n for n in range(1, most + 1) if divides_experts(model, n)]
 
 
 # ---- reasons -------------------------------------------------------------------------

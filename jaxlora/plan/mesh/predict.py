@@ -19,7 +19,7 @@ from jaxlora.costs.stages import (
 )
 from jaxlora.models.division import part_shapes, table_axes
 from jaxlora.models.options import Remat
-from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.spec import DecoderSpec, Shapes
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.plan.memory.footprint import num_bytes
 from jaxlora.plan.stages import MeshStages
@@ -32,6 +32,7 @@ from jaxlora.scheduler import (
     simulate,
 )
 from jaxlora.scheduler.lanes import ticks_of
+from jaxlora.sharding.mesh_sizes import MeshSizes
 
 # Share of a transfer that is not hidden behind the work beside it. Without a prefetch,
 # 8 layers of Llama-3.1-8B in 4 shards took 1.065 times as long as whole ones on H200s;
@@ -270,19 +271,19 @@ def shape_seconds(
         mean_tokens: Mean length of the samples, where attention was not measured; None:
             that of the decoder's options.
     """
-    speed, fsdp, tensor = rates.speed, stages.sizes.fsdp, stages.sizes.tensor
+    speed, sizes, tensor = rates.speed, stages.sizes, stages.sizes.tensor
     own_speed = speed.sharing_heads(tensor)
-    part = stages.spec.part(tensor)
+    part = stages.spec.part(tensor, sizes.expert)
     layers = decoder_seconds(part, own_speed, mean_tokens=mean_tokens)
     token_seconds = total(layers).both
-    of_experts = microbatch_seconds(part, own_speed)
+    fixed = microbatch_seconds(part, own_speed)
 
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""
         if rates.profile is None:
             # A microbatch also takes the time of reading the weights, and of launches.
             seconds = speed.layer_seconds * stages.spec.config.num_layers
-            launches = (seconds + of_experts) / token_seconds
+            launches = (seconds + fixed) / token_seconds
             return num_tokens + speed.weight_tokens + launches
         own = num_tokens, squares * num_tokens / capacity
         whole = rates.profile.seconds(stages.spec, speed, *own)
@@ -300,13 +301,19 @@ def shape_seconds(
     for spec, time in zip(
         stages.specs, stage_seconds(layers, stages.borders), strict=True
     ):
-        gather = rates.exchange_seconds(_gathered_bytes(spec, fsdp, tensor), fsdp)
+        gather = rates.exchange_seconds(_gathered_bytes(spec, sizes), sizes.fsdp)
         received = exchanged_bytes(spec, tensor)
+        of_experts = _expert_bytes(spec, sizes.expert)
         tables = table_seconds(stages, spec, rates)
         forward, backward = (
-            cost(seconds, gather, rates.exchange_seconds(num_bytes, tensor))
-            for seconds, num_bytes in zip(
-                (time.forward, time.backward), received, strict=True
+            cost(
+                seconds,
+                gather,
+                rates.exchange_seconds(num_bytes, tensor)
+                + rates.exchange_seconds(rows, sizes.expert),
+            )
+            for seconds, num_bytes, rows in zip(
+                (time.forward, time.backward), received, of_experts, strict=True
             )
         )
         backward = dataclasses.replace(backward, base=backward.base + tables)
@@ -343,11 +350,12 @@ def _overlapped(compute: float, transfer: float) -> float:
     return max(compute, transfer) + _EXPOSED_SHARE * min(compute, transfer)
 
 
-def _gathered_bytes(spec: DecoderSpec, fsdp: int, tensor: int) -> float:
+def _gathered_bytes(spec: DecoderSpec, sizes: MeshSizes) -> float:
     """Bytes of weights that a device receives in each pass of a stage."""
-    if fsdp == 1:
+    if sizes.fsdp == 1:
         return 0.0
-    return num_bytes(spec.part(tensor).base_shapes()) * (fsdp - 1) / fsdp
+    part = spec.part(sizes.tensor, sizes.expert)
+    return num_bytes(part.base_shapes()) * (sizes.fsdp - 1) / sizes.fsdp
 
 
 def exchanged_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
@@ -368,9 +376,30 @@ def exchanged_bytes(spec: DecoderSpec, tensor: int) -> tuple[float, float]:
     )
 
 
-def _whole_slot_bytes(spec: DecoderSpec, tensor: int) -> float:
-    """Bytes of a slot's tables that are whole on each device along `tensor`."""
-    axes = table_axes(spec.divided(tensor=tensor))
+def _expert_bytes(spec: DecoderSpec, expert: int) -> tuple[float, float]:
+    """Bytes per token that a device receives along `expert` in a stage's passes.
+
+    It receives the rows of the others, and what they have computed for its own. Where
+    the inputs of linears are recomputed, it receives rows once more.
+
+    Returns:
+        Those of the forward pass, and of the backward pass.
+    """
+    shapes = map(spec.config.expert_shape, spec.layer_numbers)
+    layers = sum(shape is not None for shape in shapes)
+    hidden = spec.config.hidden_size * spec.options.dtype.itemsize
+    each = layers * hidden * (expert - 1)
+    return 2.0 * each, (2.0 + (spec.options.remat != "none")) * each
+
+
+def _own_tables(stages: MeshStages, spec: DecoderSpec) -> Shapes:
+    """Shapes of a stage's slot tables on each device."""
+    return part_shapes(spec, stages.sizes.tensor, stages.sizes.expert)[1]
+
+
+def _whole_slot_bytes(spec: DecoderSpec, sizes: MeshSizes) -> float:
+    """Bytes of a slot's tables that are whole on each device of a stage."""
+    axes = table_axes(spec.divided(tensor=sizes.tensor, expert=sizes.expert))
     shapes = spec.adapter_shapes()
     assert spec.slots is not None
     whole = [table for name, table in shapes.items() if name not in axes]
@@ -388,7 +417,7 @@ def adapter_share(stages: MeshStages, batch_tokens: float) -> float:
         batch_tokens: Tokens of a global batch of the job.
     """
     tensor = stages.sizes.tensor
-    added = sum(_whole_slot_bytes(spec, tensor) for spec in stages.specs)
+    added = sum(_whole_slot_bytes(spec, stages.sizes) for spec in stages.specs)
     each = sum(sum(exchanged_bytes(spec, tensor)) for spec in stages.specs)
     return 2 * (tensor - 1) / tensor * added / (batch_tokens * each)
 
@@ -405,7 +434,7 @@ def table_seconds(stages: MeshStages, spec: DecoderSpec, rates: Rates) -> float:
     """
     if spec.slots is None:
         return 0.0
-    own = float(num_bytes(part_shapes(spec, stages.sizes.tensor)[1]))
+    own = float(num_bytes(_own_tables(stages, spec)))
     if rates.profile is not None:
         layers = len(spec.layer_numbers) / spec.config.num_layers
         own = max(0.0, own - layers * rates.profile.adapter_bytes)
@@ -425,8 +454,7 @@ def step_seconds(stages: MeshStages, rates: Rates) -> float:
     All slots whose batches are complete behind a microbatch step together, and the time
     does not depend on their number.
     """
-    tensor = stages.sizes.tensor
-    slots = max(num_bytes(part_shapes(spec, tensor)[1]) for spec in stages.specs)
+    slots = max(num_bytes(_own_tables(stages, spec)) for spec in stages.specs)
     profile = rates.profile
     if profile is None or not profile.adapter_bytes:
         return _traffic_seconds(slots, _STEP_BYTES, rates)
@@ -438,9 +466,10 @@ def exchange_seconds(stages: MeshStages, rates: Rates) -> float:
     """Time until all devices have the gradients of a slot, before its step.
 
     A device receives a chunk from each of the others, and then their sums of chunks.
-    Tables that are whole on each device are summed over `tensor`, too.
+    Tables that are whole on each device are summed over `tensor`, too, and those of
+    experts that devices divide are not summed over `expert`.
     """
-    use, tensor = stages.use(0), stages.sizes.tensor
+    lanes, sizes = stages.use(0).num_parts, stages.sizes
 
     def seconds(slot_bytes: float, num_parts: int) -> float:
         received = 2 * slot_bytes * (num_parts - 1) / num_parts
@@ -448,10 +477,10 @@ def exchange_seconds(stages: MeshStages, rates: Rates) -> float:
 
     exchange = 0.0
     for spec in stages.specs:
-        own = num_bytes(part_shapes(spec, tensor)[1])
+        own = num_bytes(_own_tables(stages, spec))
         assert spec.slots is not None
-        whole = _whole_slot_bytes(spec, tensor)
+        whole = _whole_slot_bytes(spec, sizes)
         divided = own / spec.slots.num_slots - whole
-        found = seconds(divided, use.num_parts)
-        exchange = max(exchange, found + seconds(whole, use.num_parts * tensor))
+        found = seconds(divided, lanes // sizes.expert)
+        exchange = max(exchange, found + seconds(whole, lanes * sizes.tensor))
     return exchange

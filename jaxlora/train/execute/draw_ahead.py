@@ -9,7 +9,7 @@ from jaxlora.train.job_state import JobState
 
 # Bounds on the weights that wait for their slots: the number of their jobs, and their
 # bytes on the host. The weights of one job are always allowed.
-_MOST_JOBS, _MOST_BYTES = 4, 1 << 30
+_MOST_JOBS, _MOST_BYTES = 8, 1 << 30
 
 
 class DrawAhead:

@@ -25,7 +25,6 @@ from jaxlora.run.events import (
 from jaxlora.run.saved_run import SavedStream
 from jaxlora.scheduler.admission import Candidate
 from jaxlora.scheduler.stream.state import Position
-from jaxlora.train.execute.draw_ahead import DrawAhead
 from jaxlora.train.execute.executor import Executor, StepOutcome
 from jaxlora.train.job_state import JobState
 from jaxlora.train.run import Run
@@ -51,7 +50,7 @@ class JobLifecycle:
         self._settled: tuple[int, ...] | None = None  # see `is_settled`
         self._has_left = False  # whether a job has ended or paused in this `change`
         self._seconds_aside = 0.0  # that were not spent on training
-        self._ahead = DrawAhead(run.slots)
+        self._ahead = run.ahead
         self._references: dict[Hashable, dict[str, np.ndarray]] = {}
         sweep = run.plan.config.sweep
         self._is_maximized = sweep is not None and sweep.metric.is_maximized

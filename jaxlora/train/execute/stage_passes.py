@@ -40,10 +40,10 @@ class StagePasses:
         """
         assert spec.slots is not None
         self._placement = placement
-        self._spec = spec.part(spec.options.tensor)
+        self._spec = spec.own_part
         # The backward functions of traced forward passes, by rows of hidden states.
         self._pullbacks: dict[int, Pullback] = {}
-        self._by_path = functools.partial(to_modules, spec.stacks)
+        self._by_path = functools.partial(to_modules, self._spec.stacks)
 
     def accumulate(
         self,

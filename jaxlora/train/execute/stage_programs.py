@@ -206,7 +206,7 @@ class PassPrograms:
 
         def make(what: str, run: Any, takes: Any, *more: Any) -> StageProgram:
             if is_section:
-                run = _of_section(spec, run, takes, axis)
+                run = _of_section(spec.own_part, run, takes, axis)
                 takes = *takes, "position"
             return arguments.program(what, run, takes, *more)
 
@@ -298,7 +298,7 @@ def _of_section(
     """Makes a pass of a section take what its decoder has, and the section's position.
 
     Args:
-        spec: The section.
+        spec: The section, as each device runs it.
         run: The pass; see `StagePasses`.
         takes: Names of its arguments.
         axis: Axis of the layers in pending gradients.

@@ -100,7 +100,8 @@ class CompiledSteps:
         self.evaluation_weights: StageProgram | None = None
         self._shapes = spec.adapter_shapes()
         optimizers = () if spec.slots is None else spec.slots.optimizers
-        self._division = TableDivision.of(table_axes(spec), self._shapes, optimizers)
+        given = table_axes(spec), self._shapes, optimizers, placement.divided_over
+        self._division = TableDivision.of(*given)
         state = state_specs(self._shapes, placement, optimizers, self._division)
         self.arguments = Arguments(spec=spec, placement=placement, state=state)
         self.passes: PassPrograms | SectionChain
@@ -118,18 +119,21 @@ class CompiledSteps:
     def _make_updates(self) -> None:
         p, division, program = self._placement, self._division, self.arguments.program
         divided, part = tuple(division.weights), functools.partial
-        axes = {"axes": p.summed_axes, "whole_axes": p.whole_axes}
+        axes = {
+            "axes": p.summed_axes,
+            "whole_axes": p.whole_axes,
+            "divided_axes": p.divided_axes,
+        }
         add_baseline = StagePasses(self._spec, p).add_baseline
         takes = "baseline", "losses", "is_new"
         self.add_baseline = program("baseline", add_baseline, takes, "baseline")
         sums = part(exchange, **axes, divided=divided)
         takes = "pending", "slot"
         self.exchange = program("sum over devices", sums, takes, "pending")
-        norms = part(measure, divided=divided)
+        norms = part(measure, division=division)
         self.measure = program("gradient norms", norms, ("pending",), "norms")
-        step = part(
-            optimizer_step, linears=self._spec.linears_of_stacks, division=division
-        )
+        linears = self._spec.own_part.linears_of_stacks
+        step = part(optimizer_step, linears=linears, division=division)
         takes, gives = ("state", "inputs", "measured", "rank"), ("state", "result")
         self.step = program("optimizer step", step, takes, gives)
         if p.num_lanes > 1:

@@ -34,6 +34,7 @@ from scripts.bench.kernel_times import busy_ms, by_kind, is_exchange, ranked, tr
 from scripts.bench.mesh.cases import DATA_SETS, Case, Window, make_jobs
 from scripts.bench.mesh.fixed_ticks import FixedTicks
 from scripts.bench.mesh.results import columns_of, results, skipped
+from scripts.bench.mesh.routes import Choices, chosen_experts, num_changed
 from scripts.bench.report import Rows, Timing, about, needs_gpu
 from scripts.bench.scheduler.lengths import lengths
 
@@ -86,6 +87,8 @@ class MeshTraining(Training):
         """Yields the name of each part, and a function that measures it."""
         sizes, adapters = self.case.sizes, sorted(self.case.adapters, reverse=True)
         yield "compile", self._compile
+        if any(map(self.spec.config.expert_shape, range(self.spec.config.num_layers))):
+            yield "routes", self._compare_routes
         if sizes.stage == 1:
             yield "step", self._step
             yield self._window(adapters[0])
@@ -164,6 +167,40 @@ class MeshTraining(Training):
             compile_seconds=round(seconds, 1),
             peak_gib=peak_gib(self.case.sizes.num_devices),
         )
+
+    def _compare_routes(self) -> None:
+        """Compares the routes of the first lane's tokens with those on the first mesh.
+
+        A file beside the rows has these.
+        """
+        case = self.case
+        packed = self.probe(case.microbatch_tokens, case.longest).packed
+        rows = slice(case.microbatch_tokens)
+        own = [layer[rows] for layer in chosen_experts(self, packed)]
+        is_token = np.asarray(packed.segment_ids)[rows] >= 0
+        first, others = self._first_routes(own)
+        self._add(
+            "routes",
+            first_mesh=first,
+            tokens=int(is_token.sum()),
+            changed_by_layer=num_changed(others, own, is_token),
+        )
+
+    def _first_routes(self, own: Choices) -> tuple[str, Choices]:
+        """Returns the first mesh, and the routes there; these are the own ones if not.
+
+        Args:
+            own: The routes on this mesh.
+        """
+        case, folder = self.case, self._rows.folder
+        if folder is None:
+            return case.mesh, own
+        path = folder / f"routes-{case.model}-{len(own)}-{case.microbatch_tokens}.npz"
+        if not path.exists():
+            np.savez(path, *own, mesh=case.mesh)
+        with np.load(path) as found:
+            others = [found[f"arr_{number}"] for number in range(len(own))]
+            return str(found["mesh"]), others
 
     def _step(self) -> None:
         """Times a full tick with the optimizer step of all jobs."""

@@ -7,6 +7,7 @@ Rows have different columns; `kind` says which:
 - `fit`: the error of the cost model that was fitted to these passes.
 - `step`: one tick and its optimizer step, without a pipeline.
 - `kinds`, `kernel`: milliseconds of its kernels on the first device, in a profile.
+- `routes`: tokens that choose another expert in a layer than on the first mesh.
 - `stream`: all samples of a kind of jobs, packed by a share of padding.
 - `window`: all samples of some jobs.
 - `skipped`: a part that could not be measured, and the reason.
@@ -62,6 +63,7 @@ _COLUMNS = {
     ),
     "kinds": ("mesh", "step_ms", *KINDS),
     "kernel": ("mesh", "name", "count", "ms"),
+    "routes": ("mesh", "first_mesh", "tokens", "changed_by_layer"),
     "pass": ("mesh", "pass", "tokens", "squares", "ms"),
     "fit": ("mesh", "mape_percent", "fixed_share"),
     "compile": (

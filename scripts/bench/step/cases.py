@@ -60,6 +60,7 @@ def _fp8(args: Mapping[str, Any], **settings: Any) -> Row:
 FROZEN, PEER = "adapters off", "peft, packed"
 FP8 = "jaxlora mosaic, fp8"
 ONE_COPY, TWO_COPIES = {"weight_copies": 1}, {"weight_copies": 2}
+_MXFP4 = {"quantize_base": "mxfp4", "keep_bf16": (r"self_attn\..*",)}
 ROWS = {
     FROZEN: dataclasses.replace(_jaxlora("xla"), has_adapters=False),
     "jaxlora mosaic": _jaxlora("mosaic"),
@@ -81,6 +82,10 @@ ROWS = {
     "jaxlora mosaic, nf4": _jaxlora("mosaic", quantize_base="nf4"),
     "jaxlora mosaic, nf4, remat layer": _jaxlora(
         "mosaic", quantize_base="nf4", remat="layer"
+    ),
+    "jaxlora mosaic, experts in mxfp4": _jaxlora("mosaic", **_MXFP4),
+    "jaxlora mosaic, experts in mxfp4, remat layer": _jaxlora(
+        "mosaic", **_MXFP4, remat="layer"
     ),
     "jaxlora xla, remat layer": _jaxlora("xla", remat="layer"),
     PEER: Row(library="torch"),

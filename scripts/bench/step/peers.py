@@ -1,6 +1,9 @@
 """Rows of transformers with peft: one adapter, on the same tokens.
 
-The adapter is bfloat16 like the base, which is the fastest setting that peft has.
+The adapter is bfloat16 like the base, which is the fastest setting that peft has. On
+experts, its rank is that of `expert_rank: scaled`, and gate and up share A. peft has no
+dropout there, and hence none in such a model. With gated delta nets, transformers lets
+samples of a row see each other.
 """
 
 import importlib.util
@@ -17,7 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100  # labels with this value are left out of transformers' loss
-_LINEARS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+_NAMES = ("q", "k", "v", "o", "gate", "up", "down", "out")
+_LINEARS = [
+    *(f"{name}_proj" for name in _NAMES),
+    *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")),  # of gated delta nets
+]
+_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 _GROUP = 4  # samples that are padded to the same length
 
 
@@ -95,12 +103,16 @@ def _model(case: Case, device: str):
 def _with_adapter(model, case: Case):
     import peft
 
+    own: dict[str, Any] = {"lora_dropout": case.dropout}
+    if chosen := getattr(model.config, "num_experts_per_tok", None):
+        ranks = dict.fromkeys(_PARAMETERS, max(1, case.rank // chosen))
+        own = {"target_parameters": _PARAMETERS, "rank_pattern": ranks}
     lora = peft.LoraConfig(
         r=case.rank,
         lora_alpha=32,
-        lora_dropout=case.dropout,
         target_modules=_LINEARS,
         task_type="CAUSAL_LM",
+        **own,
     )
     return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
 

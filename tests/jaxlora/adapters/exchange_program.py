@@ -91,7 +91,7 @@ def main() -> None:
     config = dataclasses.replace(LLAMA_1B, num_layers=2, layer_windows=(None,) * 2)
     slots = SlotShape(num_slots=num_slots, rank=16)
     spec = dataclasses.replace(decoder(config), slots=slots)
-    devices = np.array(find_devices(platform, number)).reshape(1, number, 1)
+    devices = np.array(find_devices(platform, number)).reshape(1, number, 1, 1)
     mesh = jax.sharding.Mesh(devices, STAGE_AXES)
     found = temporary_bytes(spec, StageSharding(mesh=mesh))
     if platform != "cpu":  # where the estimate is for the devices that are here

@@ -21,7 +21,7 @@ PROGRAM = "tests.jaxlora.adapters.exchange_program"
 
 
 def on(data: int, fsdp: int) -> StageSharding:
-    devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp, 1)
+    devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp, 1, 1)
     mesh = jax.sharding.Mesh(devices, STAGE_AXES)
     return StageSharding(mesh=mesh)
 

@@ -18,7 +18,8 @@ from tests.jaxlora.adapters.forward import adapter_logits
 from tests.oracle import relative_error
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
-FOLDERS = sorted(path for path in (GOLDEN / "expert_folders").iterdir())
+GPT_OSS = GOLDEN / "expert_folders" / "gpt_oss"
+FOLDERS = sorted(path for path in GPT_OSS.parent.iterdir() if path != GPT_OSS)
 NAMES = [path.name for path in FOLDERS]
 LAYOUTS = ("fused", "per_expert")
 
@@ -94,6 +95,45 @@ def test_round_trips_keep_every_bit(shapes, folder, layout, tmp_path):
         assert before.keys() == after.keys()
         for name, array in before.items():
             np.testing.assert_array_equal(after[name], array)
+
+
+def test_gate_and_up_that_are_one_linear(tmp_path):
+    """The folder is read, and written, as peft has it."""
+    model = load_model(GOLDEN / "models" / "gpt_oss", dtype="float32")
+    shapes, golden = linear_shapes(model.config), wanted(GPT_OSS)
+    adapter = import_peft(GPT_OSS, shapes)
+    assert len(adapter.modules) == 3 * (2 + 2 * 5)
+    (logits,) = adapter_logits(model, [adapter], [golden["tokens"]])
+    assert relative_error(logits, golden["logits"]) < 1e-5
+    out = export_peft(
+        adapter, tmp_path / "out", base_model="b", linear_names=list(shapes)
+    )
+    files = [path / "adapter_model.safetensors" for path in (GPT_OSS, out)]
+    before, after = map(safetensors.numpy.load_file, files)
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array)
+    settings = json.loads((out / "adapter_config.json").read_text())
+    names = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert settings["target_parameters"] == names
+    assert import_peft(out, shapes).fingerprint() == adapter.fingerprint()
+
+
+def test_its_sides_are_the_same_in_all_versions_of_peft(tmp_path):
+    """Also where a parameter has as many input as output features, as most have."""
+    config = json.loads((GOLDEN / "models" / "gpt_oss" / "config.json").read_text())
+    shapes = linear_shapes(model_config(config | {"intermediate_size": 32}))
+    tensors, rng = {}, np.random.default_rng(0)
+    for layer in range(3):
+        name = f"base_model.model.model.layers.{layer}.mlp.experts.lora_{{}}.weight"
+        for letter, shape in (("A", (10, 32)), ("B", (32, 10))):
+            tensors[name.format(letter)] = rng.normal(size=shape).astype(np.float32)
+    found = []
+    for version in ("0.18.1", "0.19.0", None):
+        place, only = tmp_path / str(version), ["mlp.experts.down_proj"]
+        change(GPT_OSS, place, tensors, peft_version=version, target_parameters=only)
+        found.append(import_peft(place, shapes).fingerprint())
+    assert len(set(found)) == 1
 
 
 def test_what_cannot_be_told_apart_is_refused(shapes, tmp_path):
@@ -192,6 +232,8 @@ def adapter_of(chosen, shapes) -> Adapter:
         ("qwen2_moe", r".*\.experts\..*", "fused", False),
         ("qwen3_moe_dense", r".*\.experts\..*", "per_expert", False),
         ("qwen3_moe_dense", "all-linear", "per_expert", True),
+        ("gpt_oss", "all-linear", "fused", False),
+        ("gpt_oss", r".*\.experts\..*\.down_proj", "fused", False),
     ],
 )
 def test_the_layout_is_one_that_peft_reads(

@@ -12,9 +12,9 @@ from tests import tiny
 from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
 from tests.oracle import relative_error
 
-# With soft caps and windows of some layers; and another rope. The logits of all models
-# are compared in `test_logits.py`.
-ALWAYS = ("gemma2", "llama3", "qwen2_window")
+# With soft caps and windows of some layers, another rope, and sinks. The logits of all
+# models are compared in `test_logits.py`.
+ALWAYS = ("gemma2", "llama3", "qwen2_window", "gpt_oss")
 # The prompts of make_generation.py: number of a sequence, and tokens of it.
 PROMPTS = ((0, 83), (0, 9), (1, 21), (1, 1))
 

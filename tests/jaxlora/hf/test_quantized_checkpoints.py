@@ -181,7 +181,7 @@ OTHER_WEIGHTS = {
     ("kind", "change", "match"),
     [
         ("fp8-channel", {"quant_method": None}, "quant_method=None, which is not"),
-        ("fp8-channel", {"quant_method": "mxfp4"}, "Supported: compressed-tensors"),
+        ("fp8-channel", {"quant_method": "quark"}, "Supported: compressed-tensors"),
         ("fp8-channel", {"format": "pack-quantized"}, "format='pack-quantized'"),
         ("fp8-channel", {"config_groups": {"FP8": [1]}}, "config_groups with weights"),
         ("fp8-channel", {"config_groups": {}}, "config_groups="),

@@ -20,6 +20,7 @@ from jaxlora.adapters.stage_sharding import StageSharding
 from jaxlora.models.division import table_axes, weight_specs
 from jaxlora.models.forward import training_options
 from jaxlora.pallas_kernels.mosaic import hopper as device
+from jaxlora.sharding.mesh import STAGE_AXES
 from tests import h200
 from tests.jaxlora.models import h200_program as whole
 
@@ -31,8 +32,8 @@ def main() -> None:
     device.device_kind = lambda: "NVIDIA H200"
     device.unsupported_device = lambda: None
     spec = whole.decoder_spec(num_layers, fsdp=1).divided(tensor=tensor)
-    devices = np.array(h200.devices(tensor)).reshape(1, 1, tensor)
-    placement = StageSharding(mesh=Mesh(devices, ("data", "fsdp", "tensor")))
+    devices = np.array(h200.devices(tensor)).reshape(1, 1, 1, tensor)
+    placement = StageSharding(mesh=Mesh(devices, STAGE_AXES))
     params = placement.tables(spec.adapter_shapes(), table_axes(spec))
     replicated, rows = PartitionSpec(), placement.rows
     specs = weight_specs(spec), params, replicated, rows, replicated

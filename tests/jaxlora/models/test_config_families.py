@@ -268,3 +268,45 @@ def test_a_qwen3_5_with_vision_has_the_mathematics_of_its_text_model():
 def test_values_of_qwen3_5_that_are_refused(more, match):
     with pytest.raises(ModelError, match=match):
         read("qwen3_5_text", head_dim=128, **more)
+
+
+NEXT = {"num_experts": 8, "head_dim": 16, "num_experts_per_tok": 3}
+
+
+def test_experts_and_gated_delta_nets_of_qwen3_next():
+    config = read("qwen3_next", **NEXT, mlp_only_layers=[1], decoder_sparse_step=2)
+    assert config.has_experts == (False, False, False, True)
+    assert config.is_linear == (True, True, True, False)
+    shape = config.expert_shape(3)
+    assert (shape.features, shape.shared_features) == (512, 512)
+    assert shape.normalizes
+    assert not read("qwen3_next", **NEXT, norm_topk_prob=False).experts.normalizes
+    kinds = {config.layer_kind(i) for i in range(4)}
+    assert len(kinds) == 2
+    assert config.of_layers([1, 3]).has_experts == (False, True)
+
+
+def test_all_layers_of_a_qwen3_5_moe_have_experts():
+    """Its config.json has no width of an MLP."""
+    text = {key: x for key, x in SHAPE.items() if key != "intermediate_size"}
+    text = {**text, "model_type": "qwen3_5_moe_text", **NEXT, "mlp_only_layers": []}
+    config = model_config(text)
+    assert config.has_experts == (True,) * 4
+    assert config.rope.num_rotated(config.head_dim) == 4
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
+    assert repr(model_config(whole)) == repr(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "match"),
+    [
+        ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, r"only \[\] is supported"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "only True is supported"),
+        ("qwen3_next", {"mlp_only_layers": [4]}, "numbers of the 4 layers"),
+        ("qwen3_next", {"num_experts_per_tok": 9}, "more than its 8 experts"),
+        ("qwen3_next", {"shared_expert_intermediate_size": 0}, "positive whole number"),
+    ],
+)
+def test_values_of_experts_beside_delta_nets_that_are_refused(family, more, match):
+    with pytest.raises(ModelError, match=match):
+        read(family, **NEXT | more)

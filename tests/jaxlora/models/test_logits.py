@@ -17,7 +17,7 @@ from tests.oracle import relative_error
 MODELS = pathlib.Path(__file__).parents[2] / "golden" / "models"
 CASES = sorted(path.name for path in MODELS.iterdir())
 # The triangular systems of their chunks magnify rounding, here and in transformers.
-HYBRIDS = ("qwen3_5", "qwen3_6")
+HYBRIDS = ("qwen3_5", "qwen3_6", "qwen3_next", "qwen3_5_moe", "qwen3_6_moe")
 NO_ADAPTER = Routing(block_adapter=jnp.zeros(1, jnp.int32))  # the base has no slots
 
 

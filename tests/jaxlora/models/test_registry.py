@@ -41,6 +41,10 @@ OF_EXPERTS = (
     *LINEARS[:4],
     *(f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")),
 )
+WITH_SHARED = (
+    *OF_EXPERTS,
+    *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+)
 HYBRID = (
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z")),
     *(f"linear_attn.{name}" for name in ("in_proj_b", "in_proj_a", "out_proj")),
@@ -50,12 +54,13 @@ OTHER_LINEARS = {
     "phi3": FUSED,
     "qwen3_moe": OF_EXPERTS,
     "glm": (*LINEARS[:4], *FUSED[2:]),
-    "qwen2_moe": (
-        *OF_EXPERTS,
-        *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
-    ),
+    "qwen2_moe": WITH_SHARED,
     "olmoe": OF_EXPERTS,
     "mixtral": OF_EXPERTS,
+    "gpt_oss": (
+        *LINEARS[:4],
+        *(f"mlp.experts.{name}_proj" for name in ("gate_up", "down")),
+    ),
     "glm4": (*LINEARS[:4], *FUSED[2:]),
     "granitemoehybrid": (
         *LINEARS[:4],
@@ -63,9 +68,15 @@ OTHER_LINEARS = {
         "shared_mlp.output_linear",
     ),
     "qwen3_5_text": HYBRID,
+    "qwen3_next": (
+        *(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")),
+        *WITH_SHARED[4:],
+    ),
+    "qwen3_5_moe_text": (*HYBRID[:5], *WITH_SHARED[4:]),
 }
 FEW = {"num_experts": 2, "num_experts_per_tok": 1}
 EXPERTS = {**FEW, "moe_intermediate_size": 96}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 96}
 DENSE = {
     "num_local_experts": 0,
     "layer_types": ["attention"] * 3,
@@ -74,9 +85,12 @@ DENSE = {
 
 MORE = {
     "qwen3_moe": EXPERTS,
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 96},
+    "qwen2_moe": SHARED,
+    "qwen3_next": SHARED,
+    "qwen3_5_moe_text": SHARED,
     "olmoe": FEW,
     "mixtral": FEW,
+    "gpt_oss": FEW,
     "granitemoehybrid": DENSE,
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 24},
 }
@@ -114,6 +128,8 @@ def test_every_linear_and_norm_has_its_size(family):
         "input_linear": (64, 2 * inner),
         "output_linear": (inner, 64),
         "in_proj_qkv": (64, (2 * 16 + 32) * 128),
+        "in_proj_qkvz": (64, (2 * 16 + 2 * 32) * 128),
+        "in_proj_ba": (64, 2 * 32),
         "in_proj_z": (64, 32 * 128),
         "in_proj_b": (64, 32),
         "in_proj_a": (64, 32),

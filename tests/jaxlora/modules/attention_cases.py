@@ -26,6 +26,8 @@ WHERE_AND_BAD = [
     for bad in BAD
     for is_always in [bad in (BAD[0], BAD[-1]) or where == WHERE[-1]]
 ]
+# Below, among and above the scores: they take nearly nothing, some, and nearly all.
+SINKS = (-30.0, 0.5, 2.0, 40.0)
 PIECES = [(50, 0), (7, 0), (90, 6), (16, 0), (64, 20), (30, 0), (3, 0)]
 
 
@@ -41,7 +43,7 @@ def layout(pieces, rows):
     return jnp.array(ids), spans
 
 
-def dense(q, k, v, segment_ids, scoring=PLAIN):
+def dense(q, k, v, segment_ids, scoring=PLAIN, sinks=None):
     """The definition, of T x T and in float32."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
@@ -52,7 +54,13 @@ def dense(q, k, v, segment_ids, scoring=PLAIN):
     scores = jnp.einsum("qhe,khe->hqk", q, k) * scale
     if scoring.softcap is not None:
         scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        more = jnp.broadcast_to(
+            jnp.asarray(sinks)[:, None, None], scores[..., :1].shape
+        )
+        scores = jnp.concatenate([scores, more], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(q)]
     out = jnp.einsum("hqk,khe->qhe", weights, v)
     return jnp.where((segment_ids >= 0)[:, None, None], out, 0)
 
@@ -71,7 +79,7 @@ def both_ways(attend, q, k, v, dout):
 
 
 @functools.cache
-def compiled(implementation, longest, scoring=PLAIN):
+def compiled(implementation, longest, scoring=PLAIN, sinks=None):
     """Returns (q, k, v, dout, ids) -> (out, dq, dk, dv), compiled as in training."""
 
     def run(q, k, v, dout, ids):
@@ -80,6 +88,7 @@ def compiled(implementation, longest, scoring=PLAIN):
             segment_ids=ids,
             lengths=SegmentLengths(longest, MEAN),
             scoring=scoring,
+            sinks=None if sinks is None else jnp.asarray(sinks),
             implementation=implementation,
         )
         return both_ways(attend, q, k, v, dout)
@@ -88,11 +97,11 @@ def compiled(implementation, longest, scoring=PLAIN):
 
 
 @functools.cache
-def compiled_dense(scoring=PLAIN):
+def compiled_dense(scoring=PLAIN, sinks=None):
     """Returns the same function by definition."""
 
     def run(q, k, v, dout, ids):
-        attend = functools.partial(dense, segment_ids=ids, scoring=scoring)
+        attend = functools.partial(dense, segment_ids=ids, scoring=scoring, sinks=sinks)
         return both_ways(attend, q, k, v, dout)
 
     return jax.jit(run)

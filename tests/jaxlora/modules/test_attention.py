@@ -18,6 +18,7 @@ from tests.jaxlora.modules.attention_cases import (
     BAD,
     LARGEST,
     PIECES,
+    SINKS,
     WHERE,
     WHERE_AND_BAD,
     both_ways,
@@ -75,6 +76,25 @@ def test_each_sample_as_if_alone(window, longest):
         wanted = alone(q[rows], k[rows], v[rows], window)
         assert relative_error(actual[rows], wanted) < 2e-6
     assert not actual[starts[-1] :].any()
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_sinks_are_keys_without_values(window):
+    scoring = Scoring(window=window)
+    numbers, ids = problem(T, H, HK, E, jnp.float32), segments()
+    got = compiled("xla", 90, scoring, SINKS)(*numbers, ids)
+    wanted = compiled_dense(scoring, SINKS)(*numbers, ids)
+    for actual, exact in zip(got, wanted, strict=True):
+        assert relative_error(actual, exact) < 1e-5
+    plain = compiled_dense(scoring)(*numbers, ids)
+    assert relative_error(plain[1], wanted[1]) > 1e-2, "sinks make no difference"
+
+
+def test_a_diverged_sample_touches_no_other_beside_sinks():
+    ids, spans = layout(PIECES, T)
+    numbers = problem(T, H, HK, E, jnp.float32)
+    run = compiled("xla", 90, Scoring(), SINKS)
+    check_bad_row(numbers, ids, spans, run, "q k v dout", np.nan)
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -17,6 +17,7 @@ from tests.jaxlora.modules.attention_cases import (
     MEAN,
     PIECES,
     PLAIN,
+    SINKS,
     WHERE,
     both_ways,
     check_bad_row,
@@ -44,9 +45,9 @@ RAGGED = [(513, 0), (1, 0), (37, 2), (600, 0), (128, 0), (129, 63), (256, 0), (3
 SHORT = [(1 + i % 7, i % 3 == 0) for i in range(60)]
 
 
-def gpu_run(ids, implementation, *, longest=600, scoring=PLAIN):
+def gpu_run(ids, implementation, *, longest=600, scoring=PLAIN, sinks=None):
     """Returns (q, k, v, dout) -> (out, dq, dk, dv)."""
-    run = compiled(implementation, longest, scoring)
+    run = compiled(implementation, longest, scoring, sinks)
     return lambda *numbers: run(*numbers, ids)
 
 
@@ -59,6 +60,7 @@ def assert_same_bits(actual, wanted):
 
 @pytest.mark.parametrize("pieces", [RAGGED, SHORT], ids=["ragged", "short"])
 @pytest.mark.parametrize("scoring", [PLAIN, Scoring(window=100, scale=0.05)])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "e", "dtype"),
     [
@@ -68,13 +70,17 @@ def assert_same_bits(actual, wanted):
         (8, 4, 256, jnp.bfloat16),
     ],
 )
-def test_matches_the_definition(pieces, scoring, heads, kv_heads, e, dtype, kernels):
+def test_matches_the_definition(
+    pieces, scoring, has_sinks, heads, kv_heads, e, dtype, kernels
+):
+    sinks = tuple(np.resize(SINKS, heads).tolist()) if has_sinks else None
     ids, _ = layout(pieces, ROWS)
     numbers = problem(ROWS, heads, kv_heads, e, dtype)
-    got = gpu_run(ids, kernels, scoring=scoring)(*numbers)
-    plain = gpu_run(ids, "xla", scoring=scoring)(*numbers)
+    given = {"scoring": scoring, "sinks": sinks}
+    got = gpu_run(ids, kernels, **given)(*numbers)
+    plain = gpu_run(ids, "xla", **given)(*numbers)
     full = [x.astype(jnp.float32) for x in numbers]
-    exact = compiled_dense(scoring)(*full, ids)
+    exact = compiled_dense(scoring, sinks)(*full, ids)
     is_padding = np.asarray(ids) < 0
     for actual, baseline, wanted in zip(got, plain, exact, strict=True):
         assert_as_accurate_as(actual=actual, baseline=baseline, exact=wanted)

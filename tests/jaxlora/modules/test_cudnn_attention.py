@@ -33,6 +33,7 @@ from tests.jaxlora.modules.attention_cases import (
     LARGEST,
     MEAN,
     PIECES,
+    SINKS,
     WHERE,
     WHERE_AND_BAD,
     both_ways,
@@ -198,13 +199,14 @@ ROWS, LONGEST = 384, 90
 
 
 @pytest.mark.parametrize(
-    "scoring",
+    ("scoring", "sinks"),
     [
-        pytest.param(Scoring(), marks=pytest.mark.grid),
-        Scoring(window=20, scale=0.7),
+        pytest.param(Scoring(), None, marks=pytest.mark.grid),
+        (Scoring(window=20, scale=0.7), None),
+        (Scoring(window=20, scale=0.7), SINKS),
     ],
 )
-def test_any_row_is_attended_as_defined(scoring, stand_in):
+def test_any_row_is_attended_as_defined(scoring, sinks, stand_in):
     classes = length_classes(ROWS, LONGEST, MEAN)
     assert [c.tokens for c in classes] == [24, 48, 96]
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
@@ -213,8 +215,8 @@ def test_any_row_is_attended_as_defined(scoring, stand_in):
     @given(pieces=rows_of)
     def check(pieces):
         ids, _ = layout(pieces, ROWS)
-        got = compiled("cudnn", LONGEST, scoring)(*numbers, ids)
-        wanted = compiled_dense(scoring)(*numbers, ids)
+        got = compiled("cudnn", LONGEST, scoring, sinks)(*numbers, ids)
+        wanted = compiled_dense(scoring, sinks)(*numbers, ids)
         for actual, exact in zip(got, wanted, strict=True):
             np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-5)
             np.testing.assert_array_equal(np.asarray(actual)[ids < 0], 0)

@@ -25,6 +25,7 @@ from jaxlora.pallas_kernels.triton.attention_forward import attention_forward
 from jaxlora.pallas_kernels.triton.launch import Tile
 from jaxlora.pallas_kernels.triton.target import forced_capability, interpreted
 from tests.jaxlora.modules.attention_cases import (
+    SINKS,
     both_ways,
     check_bad_row,
     check_isolation,
@@ -58,21 +59,22 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("scoring", "heads", "kv_heads", "e"),
+    ("scoring", "heads", "kv_heads", "e", "sinks"),
     [
-        (PLAIN, 2, 1, 32),
-        (Scoring(window=20, scale=0.3), 2, 2, 24),
-        (Scoring(window=3), 1, 1, 16),
-        (Scoring(window=40, softcap=2.0), 2, 1, 16),
+        (PLAIN, 2, 1, 32, None),
+        (Scoring(window=20, scale=0.3), 2, 2, 24, None),
+        (Scoring(window=3), 1, 1, 16, None),
+        (Scoring(window=40, softcap=2.0), 2, 1, 16, None),
+        (Scoring(window=20), 2, 1, 16, SINKS[1:3]),
     ],
 )
-def test_matches_the_definition(scoring, heads, kv_heads, e, small_tiles):
+def test_matches_the_definition(scoring, heads, kv_heads, e, sinks, small_tiles):
     ids, _ = layout(RAGGED, ROWS)
     numbers = problem(ROWS, heads, kv_heads, e, jnp.float16, seed=4)
-    got = compiled("triton", LONGEST, scoring)(*numbers, ids)
-    plain = compiled("xla", LONGEST, scoring)(*numbers, ids)
+    got = compiled("triton", LONGEST, scoring, sinks)(*numbers, ids)
+    plain = compiled("xla", LONGEST, scoring, sinks)(*numbers, ids)
     wide = [x.astype(jnp.float32) for x in numbers]
-    exact = compiled_dense(scoring)(*wide, ids)
+    exact = compiled_dense(scoring, sinks)(*wide, ids)
     for actual, baseline, wanted in zip(got, plain, exact, strict=True):
         # The gradient of the scores is rounded, too. Plain JAX keeps it in float32.
         assert_as_accurate_as(

@@ -19,6 +19,7 @@ from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.programs import key
 from jaxlora.programs.key import canonical, program_key
+from jaxlora.sharding.mesh import STAGE_AXES
 
 SHAPE = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 ARGUMENTS = ({"w": SHAPE}, np.int32(1))
@@ -47,6 +48,7 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "max_segment_tokens": 128,
         "mean_segment_tokens": 32,
         "fsdp": 2,
+        "expert": 2,
         "tensor": 2,
         "kv_parts": 2,
         "objectives": ("dpo",),
@@ -79,7 +81,8 @@ def placements() -> dict[str, StageSharding]:
     devices = np.array(jax.devices())
 
     def on(chosen: np.ndarray, *sizes: int) -> StageSharding:
-        mesh = Mesh(chosen.reshape(sizes), ("data", "fsdp", "tensor"))
+        data, fsdp, tensor = sizes
+        mesh = Mesh(chosen.reshape(data, fsdp, 1, tensor), STAGE_AXES)
         return StageSharding(mesh=mesh)
 
     return {
