@@ -10,6 +10,7 @@ from jaxlora import LoraJob, Trainer, merge_adapter
 from jaxlora.data import pack
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.train.execute.texts import _plain
 from tests import tiny
 from tests.jaxlora.models.test_quantized_experts import (
     config_of,
@@ -95,6 +96,9 @@ def test_a_microbatch_has_at_most_so_many_adapters(model, jobs, whole):
     """In training and evaluations; and whatever the packer, the results are alike."""
     config, run, numbers = whole
     assert max(numbers) == 2
+    spec = run.trainer.plan.spec
+    assert spec.options.most_adapters == spec.num_expert_slots == 2
+    assert _plain(spec).options.most_adapters is None  # texts are of any number
     for settings in ({"packer": "greedy"}, {"adapters_per_microbatch": 4}):
         name = f"{config.output_dir}_{next(iter(settings))}"
         own = config.replace(output_dir=name, **settings)
