@@ -45,12 +45,15 @@ class Dropout:
         token_index: The token's own index in its job's global batch.
         words: The words that kernels compute from key and token_index, computed for
             many projections at once by `mask_words`; None: they compute their own.
+        first_feature: Number of x's first feature among those of all devices that have
+            a part of them; None: 0. It is read for experts; others have `words`.
     """
 
     key: UInt[Array, "G 2"] | None
     rate: Float[Array, " G"]
     token_index: Int[Array, " T"]
     words: MaskWords | None = None
+    first_feature: Int[Array, ""] | int | None = None
 
     @property
     def inverse_keep(self) -> Float[Array, " G"]:
@@ -225,6 +228,7 @@ def expert_mask_words(
     num_experts: int,
     num_features: int,
     first_expert: Int[Array, ""] | int = 0,
+    first_feature: Int[Array, ""] | int = 0,
 ) -> MaskWords:
     """Computes the words of a linear of experts, whose mask depends on the expert, too.
 
@@ -238,6 +242,7 @@ def expert_mask_words(
         num_experts: X.
         num_features: K.
         first_expert: Number of the first of them among all experts of the layer.
+        first_feature: Number of the first feature among those of all devices.
     """
     number = jnp.arange(1, num_experts + 1, dtype=jnp.uint32)
     number += jnp.asarray(first_expert, jnp.uint32)
@@ -246,7 +251,7 @@ def expert_mask_words(
     slot_key = jnp.stack([of_slot, of_slot], axis=1)[None]
     (words,) = mask_words(slot_key, block_slot, token_index, 0)
     num_features = -(-num_features // TILE_FEATURES) * TILE_FEATURES
-    feature = feature_words(key[None, :, 1], num_features)
+    feature = feature_words(key[None, :, 1], num_features, first_feature)
     return dataclasses.replace(words, feature=feature)
 
 

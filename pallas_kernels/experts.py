@@ -237,6 +237,7 @@ def of_rows(dropout: Dropout, plan: RowPlan, num_features: int) -> Dropout:
         plan.num_experts,
         num_features,
         plan.first_expert,
+        0 if dropout.first_feature is None else dropout.first_feature,
     )
     rate = jnp.tile(dropout.rate, plan.num_experts)
     return Dropout(None, rate, token_index, words)

@@ -333,7 +333,7 @@ def _check_targets(
             f"{targets.where}: target_parameters",
             entry,
             parameters,
-            sorted({n.partition(".mlp.")[2] for n in parameters}),
+            sorted({linear_path(n).split(".", 2)[2] for n in parameters}),
         )
     for entry in entries:
         if frozen := _frozen_module(targets, entry, patterns):

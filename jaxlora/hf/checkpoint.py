@@ -1,8 +1,8 @@
 """Opens a checkpoint folder and checks that its config and its tensors agree."""
 
-import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import pathlib
 import re
@@ -34,7 +34,6 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales)?")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\.\w+)\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -53,6 +52,8 @@ class Checkpoint:
         stored_names: The name in the checkpoint of each tensor, by that in `files`;
             empty where these are the same.
         other_files: The file of each tensor of other parts of the model, by its name.
+        wholes: Of each tensor that is a part of one of all experts of a layer, the name
+            of that one in a dense checkpoint, and the number of experts.
     """
 
     folder: pathlib.Path
@@ -61,6 +62,7 @@ class Checkpoint:
     files: dict[str, TensorFile]
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
     other_files: dict[str, TensorFile] = dataclasses.field(default_factory=dict)
+    wholes: dict[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Returns the weights that the config calls for, as if none was quantized."""
@@ -174,7 +176,8 @@ class Checkpoint:
         """Yields tensors by their names in the checkpoint, and those of other parts.
 
         Args:
-            tensors: Tensors of the text model.
+            tensors: Tensors of the text model, those of a layer's experts one after the
+                other, as in `files`.
             dtype: Dtype of those of other parts; None: they keep their own.
         """
         for name, array in self._fused(tensors):
@@ -190,23 +193,20 @@ class Checkpoint:
     def _fused(
         self, tensors: Iterable[tuple[str, np.ndarray]]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields tensors, with experts as one X K N where checkpoints have that."""
-        if not self._has_fused_experts:
-            yield from tensors
-            return
-        places = {name: _EXPERT.fullmatch(name) for name in self.files}
-        numbers = collections.Counter(m[1] + m[3] for m in places.values() if m)
-        stacks: dict[str, dict[int, np.ndarray]] = {}
-        for name, array in tensors:
-            if (match := places.get(name)) is None:
-                yield name, array
-                continue
-            whole = match[1] + match[3]
-            stack = stacks.setdefault(whole, {})
-            stack[int(match[2])] = array.T
-            if len(stack) == numbers[whole]:
-                del stacks[whole]
-                yield whole, np.stack([stack[i] for i in sorted(stack)])
+        """Yields tensors, those of single experts as the one that was divided."""
+
+        def whole(tensor: tuple[str, np.ndarray]) -> tuple[str, int]:
+            name, _ = tensor
+            return self.wholes.get(name, (name, 0))
+
+        for (name, num_experts), group in itertools.groupby(tensors, whole):
+            first, *others = (array for _, array in group)
+            if num_experts and self._has_fused_experts:
+                first = np.stack([array.T for array in (first, *others)])
+            elif num_experts:
+                rows = np.concatenate([first, *others])
+                first = rows.reshape(num_experts, -1, first.shape[1])
+            yield name, first
 
 
 def with_values(config_json: Mapping[str, Any], **values: Any) -> dict[str, Any]:
@@ -273,8 +273,8 @@ def _without_files(folder: pathlib.Path) -> Checkpoint:
 def _with_files(planned: Checkpoint) -> Checkpoint:
     planned = _with_text_files(planned, safetensor_files(planned.folder))
     is_fused = planned.config.family.has_fused_experts
-    files = _with_single_experts(planned.files, is_fused=is_fused)
-    planned = dataclasses.replace(planned, files=files)
+    files, wholes = _with_single_experts(planned.files, is_fused=is_fused)
+    planned = dataclasses.replace(planned, files=files, wholes=wholes)
     _check_num_layers(planned, files)
     if not _has_own_head(planned.config, files):
         return planned
@@ -317,17 +317,20 @@ def _with_text_files(planned: Checkpoint, files: dict[str, TensorFile]) -> Check
 
 def _with_single_experts(
     files: dict[str, TensorFile], *, is_fused: bool
-) -> dict[str, TensorFile]:
+) -> tuple[dict[str, TensorFile], dict[str, tuple[str, int]]]:
     """Returns the files of all tensors, with one for each linear of an expert.
 
     Transformers 5 can write the experts of a layer as two tensors, of which one has
-    gate and up of an expert, one after the other.
+    gate and up of an expert, one after the other; Gemma 4 always has these.
 
     Args:
         files: The file of each tensor.
         is_fused: See `Family.has_fused_experts`.
+
+    Returns:
+        The files by name, and the `wholes` of `Checkpoint`.
     """
-    found = {}
+    found, wholes = {}, {}
     for name, file in files.items():
         match = _FUSED.fullmatch(name)
         if match is None or len(file.shape(name)) < 3 or (match[3] and not is_fused):
@@ -351,7 +354,8 @@ def _with_single_experts(
         ]
         file.split(name, parts)
         found |= dict.fromkeys(parts, file)
-    return found
+        wholes |= dict.fromkeys(parts, (f"{experts}.{kind}", number))
+    return found, wholes
 
 
 def _check_num_layers(planned: Checkpoint, files: dict[str, TensorFile]) -> None:

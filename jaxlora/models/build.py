@@ -197,8 +197,8 @@ class LayerBuilder:
             in_features: K.
             out_features: N.
             experts: The mixture.
-            role: Whether it reads or writes hidden states. No device has a part of it,
-                but the axis `expert` divides the experts.
+            role: How the devices along `tensor` divide it; those along `expert` divide
+                the experts.
             use_bias: Whether it adds a bias.
             is_one_tensor: Whether checkpoints have one tensor X K N of all experts,
                 which is read as one K N for each, and one of their biases.
@@ -228,14 +228,17 @@ class LayerBuilder:
             dtype=self.options.dtype,
             projection=linear.projection,
             kernel=kernel,
+            input_parts=self.options.tensor if role == "row" else 1,
         )
         block, _, last = name.rpartition(".")
         hf_name = f"{block}.{{}}.{last}.weight"
+        divided: dict[str, Any] = {"divided": linear.divides}
         for weight, letters in _weights(module.kernel):
             layout = {"dimensions": ("X", *letters), "transpose": not is_one_tensor}
+            layout |= divided
             self._laid_out(weight, hf_name=hf_name, expert_dim=0, **layout)
         if module.bias is not None:
-            layout = {"hf_name": f"{name}_bias", "dimensions": ("X", "N")}
+            layout = {"hf_name": f"{name}_bias", "dimensions": ("X", "N"), **divided}
             self._laid_out(module.bias, expert_dim=0, **layout)
         return module
 

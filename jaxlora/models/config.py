@@ -234,8 +234,8 @@ class ExpertShape:
         features: F, width of an expert.
         normalizes: Whether the weights of a token's experts are divided by their sum.
         rounds: Whether these weights are rounded to the dtype of the hidden states.
-        shared_features: Width of a further expert that all tokens pass, and whose
-            output has a gate of its own; None: there is none.
+        shared_features: Width of a further MLP that all tokens pass; None: there is
+            none.
     """
 
     number: int
@@ -244,6 +244,15 @@ class ExpertShape:
     normalizes: bool
     rounds: bool = True
     shared_features: int | None = None
+
+    def divided(self, tensor: int) -> "ExpertShape":
+        """Returns the sizes on each of `tensor` devices, which divide the widths."""
+        shared = self.shared_features
+        return dataclasses.replace(
+            self,
+            features=self.features // tensor,
+            shared_features=None if shared is None else shared // tensor,
+        )
 
 
 def is_of_expert(name: str) -> bool:

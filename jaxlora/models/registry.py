@@ -17,7 +17,6 @@ from jaxlora.models.families.llama import Llama
 from jaxlora.models.families.ministral import MISTRAL3, Ministral3
 from jaxlora.models.families.mistral import Mistral
 from jaxlora.models.families.mixtral import Mixtral
-from jaxlora.models.families.mixture import Mixture
 from jaxlora.models.families.olmo import Olmo2, Olmo3
 from jaxlora.models.families.olmoe import Olmoe
 from jaxlora.models.families.phi import Phi3
@@ -115,11 +114,12 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
     read = () if known is None else known.model_fields
     experts = [key for key in _EXPERTS if config.get(key) and key not in read]
     if experts:
+        none = ModelConfig.expert_shape
+        others = [n for n, x in FAMILIES.items() if x.MODEL.expert_shape is not none]
         raise ModelError(
             f"config.json sets {experts[0]}={shown(config[experts[0]])}: "
             "mixture-of-experts models are not supported, except "
-            f"{', '.join(n for n, x in FAMILIES.items() if issubclass(x, Mixture))}. "
-            f"Supported: {', '.join(FAMILIES)}."
+            f"{', '.join(others)}. Supported: {', '.join(FAMILIES)}."
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         names = [kind.FAMILY.models for kind in FAMILIES.values()]

@@ -53,6 +53,9 @@ def check_divides(
     }
     for shape in filter(None, map(config.delta_shape, range(config.num_layers))):
         sizes["linear_num_key_heads"] = shape.num_key_heads
+    for shape in filter(None, map(config.expert_shape, range(config.num_layers))):
+        sizes["moe_intermediate_size"] = shape.features
+        sizes["shared_expert_intermediate_size"] = shape.shared_features or 0
     for name, size in sizes.items():
         if size % tensor:
             raise ValueError(

@@ -13,6 +13,7 @@ from jaxlora.modules.variants.lora import LORA_A, LORA_B
 from jaxlora.modules.variants.lora import VARIANT as LORA
 from jaxlora.modules.variants.variant import TrainedTensor
 from jaxlora.pallas_kernels import Dropout, Projection, QuantizedWeight
+from jaxlora.sharding.tensor import counted_once, first_index
 
 
 class ExpertLinear(nnx.Module):
@@ -42,6 +43,7 @@ class ExpertLinear(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         projection: int = 0,
         kernel: QuantizedWeight | None = None,
+        input_parts: int = 1,
     ):
         """Makes the linears, with weights of zero and empty slots.
 
@@ -55,6 +57,8 @@ class ExpertLinear(nnx.Module):
             projection: Keys the dropout masks; differs between linears that share x.
             kernel: Quantized weights, whose arrays have a first axis of X; None: those
                 of zero in `dtype`.
+            input_parts: Devices among which the input features are divided. K is the
+                number of this device then, and the output a term of a sum over them.
         """
         self.sizes = x, k, n = num_experts, in_features, out_features
         self.kernel = (
@@ -64,6 +68,7 @@ class ExpertLinear(nnx.Module):
         )
         self.bias = BaseParam(jnp.zeros((x, n), dtype)) if use_bias else None
         self.projection, self.slots = projection, slots
+        self.input_parts = input_parts
         if slots is None:
             return
         g, rank = slots.num_slots, slots.rank_of(is_of_experts=True)
@@ -93,7 +98,9 @@ class ExpertLinear(nnx.Module):
         """
         own = self.kernel
         w = own.weight if isinstance(own, QuantizedKernel) else own[...]
-        bias = None if self.bias is None else self.bias[...]
+        bias = None
+        if self.bias is not None:
+            bias = counted_once(self.bias[...], self.input_parts)
         if self.slots is None:
             (x, k, n), g = self.sizes, num_adapters
             return Projection(
@@ -107,7 +114,11 @@ class ExpertLinear(nnx.Module):
         dropout, rank = None, self.rank[...]
         if routing.token_index is not None:
             key = routing.keys[self.place]
-            dropout = Dropout(key, self.dropout[...], routing.token_index)
+            first = None
+            if self.input_parts > 1:
+                first = first_index(self.sizes[1], self.input_parts)
+            given = key, self.dropout[...], routing.token_index
+            dropout = Dropout(*given, first_feature=first)
         return Projection(
             w=w,
             bias=bias,

@@ -13,6 +13,7 @@ from jaxlora.modules.triton_attention import padded_dim
 from jaxlora.pallas_kernels import device
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.target import (
+    HOPPER,
     Target,
     present_target,
     unsupported_device,
@@ -50,16 +51,19 @@ def _tile(num_warps: int, num_stages: int, **sizes: int) -> Tile:
     return Tile(sizes=sizes, num_warps=num_warps, num_stages=num_stages)
 
 
-# The fastest of those measured on one H200 on 2026-11-29; see
-# docs/measured/portable_kernels.md. `forward` is the fastest for few long samples, and
-# 5 % slower for many. With heads of up to 128 x 128 a thread spills some registers at
-# most, which it needs once a chunk.
+# The fastest of those measured on one H200 on 2026-11-30; see
+# docs/measured/portable_kernels.md. A thread spills some registers at most, which it
+# needs once a chunk.
 TILES = Tiles(
     prepare=_tile(2, 1),
     forward=_tile(2, 2, COLUMNS=32),
     backward=_tile(2, 2, COLUMNS=32),
-    products=_tile(4, 1, COLUMNS=32),
-    gradients=_tile(4, 1, KEYS=64, COLUMNS=32),
+    products=_tile(4, 3, COLUMNS=32),
+    gradients=_tile(4, 1, KEYS=32, COLUMNS=128),
+)
+# With Hopper's own products, which take 64 rows at least.
+TILES_HOPPER = TILES._replace(
+    forward=_tile(4, 2, COLUMNS=64), backward=_tile(4, 2, COLUMNS=64)
 )
 # Two stages of the scans take 66 KiB, so one program would run on a multiprocessor.
 TILES_SMALL_SHARED_MEMORY = TILES._replace(
@@ -87,6 +91,8 @@ def tiles_of(dtype: Any, key_dim: int, value_dim: int, capability: int) -> Tiles
     """
     if jnp.dtype(dtype) == jnp.float32:
         tiles = TILES_FLOAT32
+    elif capability == HOPPER:
+        tiles = TILES_HOPPER
     elif capability in _SMALL_SHARED_MEMORY:
         tiles = TILES_SMALL_SHARED_MEMORY
     else:
@@ -151,7 +157,7 @@ def triton_gated_delta_rule(
     in float32, in which the state is.
 
     Under `jax.checkpoint` the first pass computes the output alone. Otherwise, beside
-    the inputs, it keeps 1.5 times v, and the states of chunks: K / 64 times v.
+    the inputs, it keeps twice v, and the states of chunks: K / 64 times v.
 
     Args:
         q: Queries, in v's dtype. They are divided by the root of K here.
@@ -171,7 +177,10 @@ def triton_gated_delta_rule(
             "Lower microbatch_tokens."
         )
     g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
-    return _rule(q, k, v, g, beta, _layout(segment_ids), present_target())
+    # Only these were compared with the definition on a GPU.
+    hopper = v.dtype != jnp.float32 and q.shape[2] == v.shape[2] == 128
+    target = present_target(hopper=hopper)
+    return _rule(q, k, v, g, beta, _layout(segment_ids), target)
 
 
 class _Layout(NamedTuple):
@@ -239,17 +248,18 @@ def _rule(q, k, v, g, beta, layout, target):
 def _rule_forward(q, k, v, g, beta, layout, target):
     prepared = _prepare(q, k, v, g, beta, layout, target)
     out, new, state = _forward(q, k, v, beta, prepared, layout, target, kept=True)
-    return out, (q, k, v, beta, layout, prepared, new, state)
+    return out, (q, k, beta, layout, prepared, new, state)
 
 
 def _rule_backward(target, saved, dout):
-    q, k, v, beta, layout, prepared, new, state = saved
-    dr, dstate = _backward(q, k, dout, beta, prepared, layout, target)
-    rows = _Rows(dout, new, dr, beta, prepared.total)
-    dp, da, dv, by_value = _products(q, v, rows, layout, target)
-    states = state, dstate
-    dq, dk, dg, dbeta = _gradients(q, k, rows, states, (dp, da), layout, target)
-    return dq, dk, dv, dg.sum(0), by_value + dbeta.sum(0), None
+    q, k, beta, layout, prepared, new, state = saved
+    dv, dstate = _backward(q, k, dout, beta, prepared, layout, target)
+    rows = _Rows(dout, new, dv)
+    gates = beta, prepared.total
+    dp, da, dg, dbeta = _products(q, k, rows, gates, layout, target)
+    given = q, k, rows, prepared.total, (state, dstate), (dp, da)
+    dq, dk, state_dg = _gradients(*given, layout, target)
+    return dq, dk, dv, dg + state_dg.sum(0), dbeta, None
 
 
 # Under `jax.checkpoint` the first pass runs `_rule`, which keeps nothing.
@@ -338,38 +348,34 @@ class _Rows(NamedTuple):
 
     dout: Array
     new: Array
-    dr: Array
-    beta: Array
-    total: Array
+    dv: Array
 
 
-def _products(q, v: Array, rows: _Rows, layout: _Layout, target: Target):
+def _products(q, k, rows: _Rows, gates, layout: _Layout, target: Target):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_products
 
-    square = _like(v, *rows.beta.shape, _CHUNK)
-    constants = _constants(q, v)
+    dv = rows.dv
+    square, gate = _like(dv, *q.shape[:2], _CHUNK), _like(gates[0])
     return launch(
         delta_products,
-        (v, *rows, *layout[:-1]),
-        [square, square, _like(v), _like(rows.beta)],
-        grid=(v.shape[1], _chunks(len(v))),
-        tile=_tiles(q, v, target).products,
+        (q, k, *rows, *gates, *layout[:-1]),
+        [square, square, gate, gate],
+        grid=(q.shape[1], _chunks(len(q))),
+        tile=_tiles(q, dv, target).products,
         target=target,
-        constants={name: constants[name] for name in ("H", "SCALE", "PRECISION")}
-        | {"E": v.shape[2]},
+        constants=_constants(q, dv) | {"E": dv.shape[2]},
     )
 
 
-def _gradients(q, k, rows: _Rows, states, squares, layout: _Layout, target: Target):
+def _gradients(q, k, rows: _Rows, total, states, squares, layout, target: Target):
     from jaxlora.pallas_kernels.triton.gated_delta import delta_gradients
 
     tile = _tiles(q, rows.dout, target).gradients
     parts = -(-q.shape[2] // tile.sizes["KEYS"])
-    gates = _like(rows.beta, parts, *rows.beta.shape)
     return launch(
         delta_gradients,
-        (q, k, *rows, *states, *squares, *layout[:-1]),
-        [_like(q), _like(k), gates, gates],
+        (q, k, *rows, total, *states, *squares, *layout[:-1]),
+        [_like(q), _like(k), _like(total, parts, *total.shape)],
         grid=(parts, q.shape[1], _chunks(len(q))),
         tile=tile,
         target=target,

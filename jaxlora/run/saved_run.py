@@ -139,6 +139,7 @@ class RunRecord:
         config: The settings of the run but its jobs, as they were resolved.
         base_model: Folder or hub id of the base.
         linear_names: Names of the base's linears.
+        model_type: `model_type` of the base; None: the run began before it was kept.
         base_revision: Commit of a base from the hub; None for a folder.
         requests: Requests to stop and to pause jobs, which outlive a kill before the
             next checkpoint.
@@ -158,6 +159,7 @@ class RunRecord:
     config: dict[str, Any]
     base_model: OneLine
     linear_names: tuple[OneLine, ...]
+    model_type: OneLine | None = None
     base_revision: OneLine | None = None
     requests: SavedRequests = dataclasses.field(default_factory=dict)
     added: list[JobName] = dataclasses.field(default_factory=list)

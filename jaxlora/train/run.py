@@ -146,6 +146,7 @@ class Run:
             base_model=self.model.source,
             base_revision=self.model.revision,
             linear_names=linear_names(self.model.config),
+            model_type=self.model.config.model_type,
             ended=list(self.plan.ended),
             **live,
         )

@@ -23,13 +23,15 @@ Five kernels:
   heads of a key head, as they share the products of keys and queries.
 - `delta_forward` goes through the chunks of a sample, for one head and a part of the
   value columns, and writes o; for the backward pass also n and S.
-- `delta_backward` goes through them in reverse. The gradient of r is
-  dr = X^T (P^T do + exp(G_last - G) k dS').
-- `delta_products` computes the gradients of v, of q k^T and of k k^T from dr and n, for
-  all chunks at once. The gradient of A is -dr n^T, so neither A nor the gradient of X
-  is needed.
+- `delta_backward` goes through them in reverse, and writes dS and dv = beta dr. The
+  gradient of r is dr = X^T (P^T do + exp(G_last - G) k dS').
+- `delta_products` computes the gradients of q k^T and of k k^T from dv and n, for all
+  chunks at once, and adds up the value heads of a key head. The gradient of A is
+  -dr n^T, so neither A nor the gradient of X is needed. The gradient of beta is
+  dr n / beta, as beta is a factor of all of n = r - A n.
 - `delta_gradients` computes those of q and k from these, S and dS', and adds up the
-  value heads of a key head.
+  value heads of a key head, too. Both write a part of dg: what D and the exponentials
+  give, summed over the later rows of the chunk, and the product of S' with dS'.
 
 The scans, `delta_forward` and `delta_backward`, hold the state in float32, transposed:
 [value columns, K]. So the left operand of their products is an accumulator, which stays
@@ -40,12 +42,13 @@ scans. Nothing else of a chunk is kept but n and S, from which the gradients fol
 the whole is recomputed, not even those.
 
 **Bytes and operations.** With 32 value heads and 16 key heads of 128 x 128 in bfloat16,
-a row takes 8 KiB of each of v, o, n, dr and the gradients of v and o, 4 KiB of each of
-q, k, X, P and the gradients of q, k, q k^T and k k^T, and 16 KiB of S and of dS'. The
-five kernels move 16, 56, 48, 48 and 80 KiB: 2.0 GB for 8,192 rows, 0.5 ms at 4 TB/s.
-The products of a chunk and head take 35 MFLOP, 0.3 ms at 500 TFLOP/s, which is what the
-instructions of Ampere reach on an H200. The scans are limited by neither, but by the
-chain of products and loads, and so do as little as they can.
+a row takes 8 KiB of each of v, o, n and the gradients of v and o, 4 KiB of each of q,
+k, X, P and the gradients of q and k, 2 KiB of those of q k^T and k k^T, and 16 KiB of S
+and of dS'. The five kernels move 16, 56, 48, 36 and 76 KiB: 1.9 GB for 8,192 rows,
+0.5 ms at 4 TB/s. The products of a chunk and head take 29 MFLOP, 0.24 ms at
+500 TFLOP/s, which is what the instructions of Ampere reach on an H200. The kernels are
+limited by neither, but by the time that loads and the chains of products take, as few
+programs fit a multiprocessor.
 
 **The inverse** must not be computed by powers of A, which grow without bounds where
 keys are alike, while X remains small. Here the inverses of blocks on the diagonal, of
@@ -78,6 +81,8 @@ CHUNK = tl.constexpr(64)
 SPAN = tl.constexpr(256)  # a scan's program does the samples that begin in so many rows
 _BLOCK = tl.constexpr(16)
 _EXACT = tl.constexpr("tf32x3")
+# dbeta is dv n / beta^2, which must not be 0 / 0.
+_LEAST_BETA = tl.constexpr(2.0**-50)
 
 
 # ---- chunks --------------------------------------------------------------------------
@@ -159,6 +164,13 @@ def _load_gates(ptr, count, H: tl.constexpr):
     """Loads one number of each of a chunk's rows; zeros from a row on."""
     rows = tl.arange(0, CHUNK)
     return tl.load(ptr + rows * H, mask=rows < count, other=0.0)
+
+
+@triton.jit
+@typing.no_type_check
+def _load_betas(ptr, count, H: tl.constexpr):
+    """Loads beta of a chunk's rows; at least `_LEAST_BETA`."""
+    return tl.maximum(_load_gates(ptr, count, H), _LEAST_BETA)
 
 
 # ---- blocks of a chunk's square matrices ---------------------------------------------
@@ -406,6 +418,62 @@ def delta_prepare(
 
 @triton.jit
 @typing.no_type_check
+def _first_sample(order_ptr, start_ptr, end_ptr, num_rows):
+    """Returns the first row of a program's samples, and the row where they end."""
+    begin = tl.load(order_ptr + tl.program_id(2)) * SPAN
+    is_start = tl.load(start_ptr + begin) == begin
+    start = tl.where(is_start, begin, tl.load(end_ptr + begin))
+    return start, tl.minimum(begin + SPAN, num_rows)
+
+
+@triton.jit
+@typing.no_type_check
+def _load_features(ptr, count, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """Loads a chunk's rows in two parts of 64 features; up to 64 have but one part."""
+    if KP > 64:
+        first = _load(ptr, count, STRIDE, KP // 2, 0, K)
+        second = _load(ptr, count, STRIDE, KP // 2, KP // 2, K)
+    else:
+        first = _load(ptr, count, STRIDE, KP, 0, K)
+        second = first
+    return first, second
+
+
+@triton.jit
+@typing.no_type_check
+def _read_state(s, s_2, rows, rows_2, KP: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns the products of a state with the rows of a chunk."""
+    out = tl.dot(s, tl.trans(rows), input_precision=PRECISION)
+    if KP > 64:
+        out = tl.dot(s_2, tl.trans(rows_2), out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+@typing.no_type_check
+def _add_to_state(
+    state, state_2, left, rows, rows_2, KP: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Adds the products of columns of values with the rows of a chunk to a state."""
+    state = tl.dot(left, rows, state, input_precision=PRECISION)
+    if KP > 64:
+        state_2 = tl.dot(left, rows_2, state_2, input_precision=PRECISION)
+    return state, state_2
+
+
+@triton.jit
+@typing.no_type_check
+def _store_state(ptr, s, s_2, KP: tl.constexpr):
+    """Stores a part of the value columns of a state, [columns, KP]."""
+    W: tl.constexpr = s.shape[1]
+    at = ptr + tl.arange(0, s.shape[0])[:, None] * KP + tl.arange(0, W)[None, :]
+    tl.store(at, s)
+    if KP > 64:
+        tl.store(at + W, s_2)
+
+
+@triton.jit
+@typing.no_type_check
 def delta_forward(
     q_ptr,
     k_ptr,
@@ -443,18 +511,13 @@ def delta_forward(
     """
     part, head = tl.program_id(0), tl.program_id(1)
     num_rows = tl.load(rows_ptr)
-    begin = tl.load(order_ptr + tl.program_id(2)) * SPAN
-    limit = tl.minimum(begin + SPAN, num_rows)
-    inside = begin - tl.load(start_ptr + begin)
-    start = tl.where(inside == 0, begin, tl.load(end_ptr + begin))
-    TWO: tl.constexpr = KP > 64
-    W: tl.constexpr = KP // 2 if TWO else KP
+    start, limit = _first_sample(order_ptr, start_ptr, end_ptr, num_rows)
+    W: tl.constexpr = KP // 2 if KP > 64 else KP
     QK: tl.constexpr = HK * K
     EXTENT: tl.constexpr = H * E * KP
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     key_at = head // (H // HK) * K
     value_at = head * E + part * COLUMNS
-    state_at = tl.arange(0, COLUMNS)[:, None] * KP + tl.arange(0, W)[None, :]
     state_ptr += value_at * KP
     while start < limit:
         end = tl.load(end_ptr + start)
@@ -470,45 +533,31 @@ def delta_forward(
             s, s_2 = state.to(dtype), state_2.to(dtype)
             if KEPT:
                 slot = tl.where(step == 0, tl.cdiv(num_rows, CHUNK), row // CHUNK)
-                at = state_ptr + slot.to(tl.int64) * EXTENT + state_at
-                tl.store(at, s)
-                if TWO:
-                    tl.store(at + W, s_2)
-            k = _load(k_ptr + base * QK + key_at, live, QK, W, 0, K)
-            r = tl.dot(s, tl.trans(k), input_precision=PRECISION)
-            if TWO:
-                k_2 = _load(k_ptr + base * QK + key_at, live, QK, W, W, K)
-                r = tl.dot(s_2, tl.trans(k_2), r, input_precision=PRECISION)
+                _store_state(state_ptr + slot.to(tl.int64) * EXTENT, s, s_2, KP)
+            k, k_2 = _load_features(k_ptr + base * QK + key_at, live, QK, K, KP)
+            r = _read_state(s, s_2, k, k_2, KP, PRECISION)
             total = _load_gates(sum_ptr + gates, live, H)
-            beta = _load_gates(beta_ptr + gates, live, H)
+            beta = _load_betas(beta_ptr + gates, live, H)
             last = tl.load(sum_ptr + gates + (size - 1) * H)
             fade = tl.exp(total)
-            v = _load_transposed(
-                v_ptr + base * (H * E) + value_at, live, H * E, COLUMNS
-            )
+            at = base * (H * E) + value_at
+            v = _load_transposed(v_ptr + at, live, H * E, COLUMNS)
             r = (v - r * fade[None, :]) * beta[None, :]
             x = _load(x_ptr + gates * CHUNK, live, H * CHUNK, CHUNK, 0, CHUNK)
             new = tl.dot(r.to(dtype), tl.trans(x), input_precision=PRECISION)
-            q = _load(q_ptr + base * QK + key_at, live, QK, W, 0, K)
-            out = tl.dot(s, tl.trans(q), input_precision=PRECISION)
-            if TWO:
-                q = _load(q_ptr + base * QK + key_at, live, QK, W, W, K)
-                out = tl.dot(s_2, tl.trans(q), out, input_precision=PRECISION)
-            out *= (fade * SCALE)[None, :]
+            q, q_2 = _load_features(q_ptr + base * QK + key_at, live, QK, K, KP)
+            out = _read_state(s, s_2, q, q_2, KP, PRECISION) * (fade * SCALE)[None, :]
             p = _load(p_ptr + gates * CHUNK, live, H * CHUNK, CHUNK, 0, CHUNK)
             rounded = new.to(dtype)
             out = tl.dot(rounded, tl.trans(p), out, input_precision=PRECISION)
-            at = base * (H * E) + value_at
             _store_transposed(out_ptr + at, out, size, H * E, COLUMNS)
             if KEPT:
                 _store_transposed(new_ptr + at, rounded, size, H * E, COLUMNS)
-            left = (new * tl.exp(last - total)[None, :]).to(dtype)
             through = tl.exp(last)
-            state = tl.dot(left, k, state * through, input_precision=PRECISION)
-            if TWO:
-                state_2 = tl.dot(
-                    left, k_2, state_2 * through, input_precision=PRECISION
-                )
+            left = (new * tl.exp(last - total)[None, :]).to(dtype)
+            state, state_2 = _add_to_state(
+                state * through, state_2 * through, left, k, k_2, KP, PRECISION
+            )
         start = end
 
 
@@ -527,7 +576,7 @@ def delta_backward(
     segment_ptr,
     rows_ptr,
     order_ptr,
-    dr_ptr,
+    dv_ptr,
     dstate_ptr,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -538,24 +587,19 @@ def delta_backward(
     PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes dr, T H E, and the gradients of the states, [slots, H, E, KP].
+    """Computes dv, T H E, and the gradients of the states, [slots, H, E, KP].
 
     Grid: as that of `delta_forward`.
     """
     part, head = tl.program_id(0), tl.program_id(1)
     num_rows = tl.load(rows_ptr)
-    begin = tl.load(order_ptr + tl.program_id(2)) * SPAN
-    limit = tl.minimum(begin + SPAN, num_rows)
-    inside = begin - tl.load(start_ptr + begin)
-    start = tl.where(inside == 0, begin, tl.load(end_ptr + begin))
-    TWO: tl.constexpr = KP > 64
-    W: tl.constexpr = KP // 2 if TWO else KP
+    start, limit = _first_sample(order_ptr, start_ptr, end_ptr, num_rows)
+    W: tl.constexpr = KP // 2 if KP > 64 else KP
     QK: tl.constexpr = HK * K
     EXTENT: tl.constexpr = H * E * KP
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     key_at = head // (H // HK) * K
     value_at = head * E + part * COLUMNS
-    state_at = tl.arange(0, COLUMNS)[:, None] * KP + tl.arange(0, W)[None, :]
     dstate_ptr += value_at * KP
     while start < limit:
         end = tl.load(end_ptr + start)
@@ -572,16 +616,11 @@ def delta_backward(
             s, s_2 = state.to(dtype), state_2.to(dtype)
             # The state that leaves this chunk enters the following one.
             slot = tl.where(step == 0, tl.cdiv(num_rows, CHUNK), row // CHUNK + 1)
-            at = dstate_ptr + slot.to(tl.int64) * EXTENT + state_at
-            tl.store(at, s)
-            k = _load(k_ptr + base * QK + key_at, live, QK, W, 0, K)
-            dnew = tl.dot(s, tl.trans(k), input_precision=PRECISION)
-            if TWO:
-                tl.store(at + W, s_2)
-                k_2 = _load(k_ptr + base * QK + key_at, live, QK, W, W, K)
-                dnew = tl.dot(s_2, tl.trans(k_2), dnew, input_precision=PRECISION)
+            _store_state(dstate_ptr + slot.to(tl.int64) * EXTENT, s, s_2, KP)
+            k, k_2 = _load_features(k_ptr + base * QK + key_at, live, QK, K, KP)
+            dnew = _read_state(s, s_2, k, k_2, KP, PRECISION)
             total = _load_gates(sum_ptr + gates, live, H)
-            beta = _load_gates(beta_ptr + gates, live, H)
+            beta = _load_betas(beta_ptr + gates, live, H)
             last = tl.load(sum_ptr + gates + (size - 1) * H)
             dnew *= tl.exp(last - total)[None, :]
             at = base * (H * E) + value_at
@@ -589,19 +628,18 @@ def delta_backward(
             p = _load(p_ptr + gates * CHUNK, live, H * CHUNK, CHUNK, 0, CHUNK)
             dnew = tl.dot(dout, p, dnew, input_precision=PRECISION)
             x = _load(x_ptr + gates * CHUNK, live, H * CHUNK, CHUNK, 0, CHUNK)
-            dr = tl.dot(dnew.to(dtype), x, input_precision=PRECISION)
-            _store_transposed(dr_ptr + at, dr, size, H * E, COLUMNS)
+            dv = tl.dot(dnew.to(dtype), x, input_precision=PRECISION)
+            dv *= beta[None, :]
+            _store_transposed(dv_ptr + at, dv, size, H * E, COLUMNS)
             fade = tl.exp(total)
-            up = (dout * (fade * SCALE)[None, :]).to(dtype)
-            down = (dr * (-beta * fade)[None, :]).to(dtype)
             through = tl.exp(last)
-            q = _load(q_ptr + base * QK + key_at, live, QK, W, 0, K)
-            state = tl.dot(up, q, state * through, input_precision=PRECISION)
-            state = tl.dot(down, k, state, input_precision=PRECISION)
-            if TWO:
-                q = _load(q_ptr + base * QK + key_at, live, QK, W, W, K)
-                state_2 = tl.dot(up, q, state_2 * through, input_precision=PRECISION)
-                state_2 = tl.dot(down, k_2, state_2, input_precision=PRECISION)
+            up = (dout * (fade * SCALE)[None, :]).to(dtype)
+            down = (dv * -fade[None, :]).to(dtype)
+            q, q_2 = _load_features(q_ptr + base * QK + key_at, live, QK, K, KP)
+            state, state_2 = _add_to_state(
+                state * through, state_2 * through, up, q, q_2, KP, PRECISION
+            )
+            state, state_2 = _add_to_state(state, state_2, down, k, k_2, KP, PRECISION)
         start = end
 
 
@@ -641,10 +679,11 @@ def _load_part(
 @triton.jit
 @typing.no_type_check
 def delta_products(
-    v_ptr,
+    q_ptr,
+    k_ptr,
     dout_ptr,
     new_ptr,
-    dr_ptr,
+    dv_ptr,
     beta_ptr,
     sum_ptr,
     start_ptr,
@@ -653,56 +692,80 @@ def delta_products(
     rows_ptr,
     dp_ptr,
     da_ptr,
-    dv_ptr,
-    by_value_ptr,
+    dg_ptr,
+    dbeta_ptr,
     H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
     E: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes what follows from values: dv, T H E, and the values' part of dbeta, T H.
+    """Computes dp and da, T HK 64, dbeta, T H, and their part of dg, T H.
 
-    And dp and da, T H 64: the gradients of q k^T and of k k^T without beta.
+    dp and da are the gradients of q k^T and of k k^T, of all value heads of a key head.
 
-    Grid: heads, stretches of 64 rows. A program does the chunks that begin there.
+    Grid: key heads, stretches of 64 rows. A program does the chunks that begin there.
     """
-    head = tl.program_id(0)
+    key_head = tl.program_id(0)
     begin = tl.program_id(1) * CHUNK
     limit = tl.minimum(begin + CHUNK, tl.load(rows_ptr))
     row = _first_chunk(begin, start_ptr, end_ptr)
     VALUES: tl.constexpr = H * E
+    QK: tl.constexpr = HK * K
+    W: tl.constexpr = KP if KP < 64 else 64
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     i = tl.arange(0, CHUNK)
+    below = i[:, None] > i[None, :]
     while row < limit:
         is_padding = _is_padding(row, segment_ptr)
         size, live = _sizes(row, tl.load(end_ptr + row), is_padding)
         base = row.to(tl.int64)
-        gates = base * H + head
-        values = base * VALUES + head * E
-        total = _load_gates(sum_ptr + gates, live, H)
-        beta = _load_gates(beta_ptr + gates, live, H)
-        dp = tl.zeros((CHUNK, CHUNK), tl.float32)
-        da = tl.zeros((CHUNK, CHUNK), tl.float32)
-        by_value = tl.zeros((CHUNK,), tl.float32)
-        for column in range(0, E, COLUMNS):
-            new = _load_part(new_ptr + values, live, VALUES, COLUMNS, column, E)
-            new = tl.trans(new)
-            dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
-            dp = tl.dot(dout, new, dp, input_precision=PRECISION)
-            dr = _load_part(dr_ptr + values, live, VALUES, COLUMNS, column, E)
-            da = tl.dot(dr, new, da, input_precision=PRECISION)
-            v = _load_part(v_ptr + values, live, VALUES, COLUMNS, column, E)
-            wide = dr.to(tl.float32)
-            by_value += tl.sum(wide * v.to(tl.float32), 1)
-            dv = wide * beta[:, None]
-            _store_rows(dv_ptr + values, dv, size, VALUES, COLUMNS, column, E)
-        decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-        dp = tl.where(i[:, None] >= i[None, :], dp * decay * SCALE, 0.0)
-        da = tl.where(i[:, None] > i[None, :], -da * decay, 0.0)
-        squares = gates * CHUNK
-        _store_rows(dp_ptr + squares, dp, size, H * CHUNK, CHUNK, 0, CHUNK)
-        _store_rows(da_ptr + squares, da, size, H * CHUNK, CHUNK, 0, CHUNK)
-        tl.store(by_value_ptr + gates + i * H, by_value, mask=i < size)
+        keys = base * QK + key_head * K
+        qk = tl.zeros((CHUNK, CHUNK), tl.float32)
+        kk = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for feature in range(0, KP, W):
+            q = _load_part(q_ptr + keys, live, QK, W, feature, K)
+            k = _load_part(k_ptr + keys, live, QK, W, feature, K)
+            qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
+            kk = tl.dot(k, tl.trans(k), kk, input_precision=PRECISION)
+        qk, kk = qk.to(dtype), kk.to(dtype)  # half the registers, in the loop
+        all_dp = tl.zeros((CHUNK, CHUNK), tl.float32)
+        all_da = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for member in tl.range(0, H // HK, num_stages=1, disable_licm=True):
+            head = key_head * (H // HK) + member
+            gates = base * H + head
+            values = base * VALUES + head * E
+            total = _load_gates(sum_ptr + gates, live, H)
+            beta = _load_betas(beta_ptr + gates, live, H)
+            dp = tl.zeros((CHUNK, CHUNK), tl.float32)
+            da = tl.zeros((CHUNK, CHUNK), tl.float32)
+            dbeta = tl.zeros((CHUNK,), tl.float32)
+            for column in range(0, E, COLUMNS):
+                dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
+                dv = _load_part(dv_ptr + values, live, VALUES, COLUMNS, column, E)
+                new = _load_part(new_ptr + values, live, VALUES, COLUMNS, column, E)
+                dp = tl.dot(dout, tl.trans(new), dp, input_precision=PRECISION)
+                da = tl.dot(dv, tl.trans(new), da, input_precision=PRECISION)
+                dbeta += tl.sum(dv.to(tl.float32) * new.to(tl.float32), 1)
+            tl.store(dbeta_ptr + gates + i * H, dbeta / (beta * beta), mask=i < size)
+            decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+            dp *= decay * SCALE
+            da *= -decay
+            all_dp += dp
+            all_da += da
+            # The gradients of the differences of sums of which `decay` is.
+            both = tl.where(below, dp * qk + da * kk, 0.0)
+            dsum = tl.sum(both, 1) - tl.sum(both, 0)
+            dg = tl.cumsum(dsum, 0, reverse=True)
+            tl.store(dg_ptr + gates + i * H, dg, mask=i < size)
+        all_dp = tl.where(i[:, None] >= i[None, :], all_dp, 0.0)
+        all_da = tl.where(below, all_da, 0.0)
+        squares = (base * HK + key_head) * CHUNK
+        _store_rows(dp_ptr + squares, all_dp, size, HK * CHUNK, CHUNK, 0, CHUNK)
+        _store_rows(da_ptr + squares, all_da, size, HK * CHUNK, CHUNK, 0, CHUNK)
         row += size
 
 
@@ -713,8 +776,7 @@ def delta_gradients(
     k_ptr,
     dout_ptr,
     new_ptr,
-    dr_ptr,
-    beta_ptr,
+    dv_ptr,
     sum_ptr,
     state_ptr,
     dstate_ptr,
@@ -727,7 +789,6 @@ def delta_gradients(
     dq_ptr,
     dk_ptr,
     dg_ptr,
-    dbeta_ptr,
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -738,7 +799,7 @@ def delta_gradients(
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes dq and dk, T HK K, and parts of dg and of dbeta, [parts, T, H].
+    """Computes dq and dk, T HK K, and the states' part of dg, [parts, T, H].
 
     The parts are those of the features of keys; what they give adds up.
 
@@ -752,11 +813,9 @@ def delta_gradients(
     limit = tl.minimum(begin + CHUNK, num_rows)
     row = _first_chunk(begin, start_ptr, end_ptr)
     dg_ptr += part.to(tl.int64) * num_rows * H
-    dbeta_ptr += part.to(tl.int64) * num_rows * H
     QK: tl.constexpr = HK * K
     VALUES: tl.constexpr = H * E
     EXTENT: tl.constexpr = H * E * KP
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
     i = tl.arange(0, CHUNK)
     state_at = tl.arange(0, COLUMNS)[:, None] * KP + tl.arange(0, KEYS)[None, :] + first
     while row < limit:
@@ -771,58 +830,51 @@ def delta_gradients(
         keys = base * QK + key_head * K
         dq = tl.zeros((CHUNK, KEYS), tl.float32)
         dk = tl.zeros((CHUNK, KEYS), tl.float32)
-        # The products of dq with q and of dk with k, before a head is added.
-        q_before = tl.zeros((CHUNK,), tl.float32)
-        k_before = tl.zeros((CHUNK,), tl.float32)
-        for member in range(0, H // HK):
+        for member in tl.range(0, H // HK, num_stages=1, disable_licm=True):
             head = key_head * (H // HK) + member
             gates = base * H + head
             values = base * VALUES + head * E
             at = head * (E * KP) + state_at
             total = _load_gates(sum_ptr + gates, live, H)
-            beta = _load_gates(beta_ptr + gates, live, H)
             last = tl.load(sum_ptr + gates + (size - 1) * H)
-            fade = tl.exp(total)
-            to_read = (fade * SCALE)[:, None]
-            to_end = tl.exp(last - total)[:, None]
-            # The sum of dr times the state over the columns, without beta.
+            # Products of do with S, of dv with S, and of n with dS'.
+            read = tl.zeros((CHUNK, KEYS), tl.float32)
             known = tl.zeros((CHUNK, KEYS), tl.float32)
+            written = tl.zeros((CHUNK, KEYS), tl.float32)
             both = tl.zeros((COLUMNS,), tl.float32)
             for column in range(0, E, COLUMNS):
                 state = tl.load(state_ptr + slot + column * KP + at)
-                dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
-                dout = (dout * to_read).to(dtype)
-                dq = tl.dot(dout, state, dq, input_precision=PRECISION)
-                dr = _load_part(dr_ptr + values, live, VALUES, COLUMNS, column, E)
-                known = tl.dot(dr, state, known, input_precision=PRECISION)
                 dstate = tl.load(dstate_ptr + after + column * KP + at)
+                dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
+                dv = _load_part(dv_ptr + values, live, VALUES, COLUMNS, column, E)
                 new = _load_part(new_ptr + values, live, VALUES, COLUMNS, column, E)
-                new = (new * to_end).to(dtype)
-                dk = tl.dot(new, dstate, dk, input_precision=PRECISION)
+                read = tl.dot(dout, state, read, input_precision=PRECISION)
+                known = tl.dot(dv, state, known, input_precision=PRECISION)
+                written = tl.dot(new, dstate, written, input_precision=PRECISION)
                 both += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-            squares = gates * CHUNK
             k = _load_part(k_ptr + keys, live, QK, KEYS, first, K)
-            da = _load(da_ptr + squares, live, H * CHUNK, CHUNK, 0, CHUNK)
-            known *= -fade[:, None]
-            known = tl.dot(da, k, known, input_precision=PRECISION)
-            dbeta = tl.sum(k * known, 1)
-            k_written = tl.sum(k * dk, 1)
-            through = tl.sum(both, 0) * tl.exp(last) + tl.sum(k_written - k_before, 0)
-            dk += known * beta[:, None]
-            scaled = (k * beta[:, None]).to(dtype)
-            dk = tl.dot(tl.trans(da), scaled, dk, input_precision=PRECISION)
-            dp = _load(dp_ptr + squares, live, H * CHUNK, CHUNK, 0, CHUNK)
-            dq = tl.dot(dp, k, dq, input_precision=PRECISION)
             q = _load_part(q_ptr + keys, live, QK, KEYS, first, K)
-            q_after = tl.sum(q * dq, 1)
-            dk = tl.dot(tl.trans(dp), q, dk, input_precision=PRECISION)
-            k_after = tl.sum(k * dk, 1)
-            dsum = 2 * dbeta * beta + (q_after - q_before) - (k_after - k_before)
-            dsum += tl.where(i == size - 1, through, 0.0)
-            dg = tl.cumsum(dsum, 0, reverse=True)
+            fade = tl.exp(total)[:, None]
+            read *= fade * SCALE
+            known *= fade
+            written *= tl.exp(last - total)[:, None]
+            dq += read
+            dk += written - known
+            k_written = tl.sum(k * written, 1)
+            dsum = tl.sum(q * read - k * known, 1) - k_written
+            # The product of S' and dS'.
+            through = tl.sum(both, 0) * tl.exp(last) + tl.sum(k_written, 0)
+            dg = tl.cumsum(dsum, 0, reverse=True) + through
             tl.store(dg_ptr + gates + i * H, dg, mask=i < size)
-            tl.store(dbeta_ptr + gates + i * H, dbeta, mask=i < size)
-            q_before, k_before = q_after, k_after
+        squares = (base * HK + key_head) * CHUNK
+        k = _load_part(k_ptr + keys, live, QK, KEYS, first, K)
+        q = _load_part(q_ptr + keys, live, QK, KEYS, first, K)
+        dp = _load(dp_ptr + squares, live, HK * CHUNK, CHUNK, 0, CHUNK)
+        da = _load(da_ptr + squares, live, HK * CHUNK, CHUNK, 0, CHUNK)
+        dq = tl.dot(dp, k, dq, input_precision=PRECISION)
+        dk = tl.dot(da, k, dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(da), k, dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(dp), q, dk, input_precision=PRECISION)
         _store_rows(dq_ptr + keys, dq, size, QK, KEYS, first, K)
         _store_rows(dk_ptr + keys, dk, size, QK, KEYS, first, K)
         row += size

@@ -17,6 +17,7 @@ _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
 # `tcgen05`. Triton 3.6's code of these kernels with `wgmma` gave wrong results on an
 # H200, and that with `tcgen05` was never run. See docs/portable_kernels.md.
 _OTHER_PRODUCTS = range(90, 120)
+HOPPER = 90
 _INTERPRETED_SMS = 4
 _ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
 _MISSING = (
@@ -75,14 +76,21 @@ def forced_capability(capability: int, num_sms: int | None = None) -> Iterator[N
         yield
 
 
-def present_target() -> Target:
-    """Returns the target of kernels that are traced now."""
+def present_target(*, hopper: bool = False) -> Target:
+    """Returns the target of kernels that are traced now.
+
+    Args:
+        hopper: Whether Hopper's own products are right in these kernels.
+    """
     forced: Target | None = _TARGET.value
     if forced is not None:
         return forced
     capability = device.capability()
-    code = _OLDEST if capability in _OTHER_PRODUCTS else capability
-    return Target(capability=code, num_sms=device.num_sms())
+    is_right = hopper and capability == HOPPER
+    is_other = capability in _OTHER_PRODUCTS and not is_right
+    return Target(
+        capability=_OLDEST if is_other else capability, num_sms=device.num_sms()
+    )
 
 
 def unsupported_device() -> str | None:

@@ -1046,6 +1046,22 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4_experts": (
+        {
+            **V5,
+            **GEMMA4,
+            "architectures": ["Gemma4ForCausalLM"],
+            "num_hidden_layers": 3,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": False,
+        },
+        {"top_k_experts": 3},
+    ),
 }
 # Cases with a seed of their own; the seeds of the others follow from their order.
 SEEDS = {
@@ -1054,9 +1070,10 @@ SEEDS = {
     "qwen3_next": 588,
     "qwen3_5_moe": 584,
     "qwen3_6_moe": 583,
+    "gemma4_experts": 416,
 }
 # Models whose checkpoints have the experts of a layer in two tensors.
-FUSED_EXPERTS = ("gpt_oss", "qwen3_5_moe")
+FUSED_EXPERTS = ("gemma4_text", "gpt_oss", "qwen3_5_moe")
 # The first is longer than every sliding window and than LLAMA3's original maximum.
 LENGTHS = (83, 21)
 RANK = 2
@@ -1076,7 +1093,7 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
         if parameter.ndim >= 2 and "embed" not in name:
             # The gain is a little above 1, so that attention is not flat.
             noise *= 1.5 * parameter.shape[-1] ** -0.5
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight")):
             # Gemma multiplies by 1 + weight, as Qwen3.5 does but for one norm.
             kinds = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
             adds_one = config.model_type.startswith(kinds)
@@ -1084,6 +1101,8 @@ def write_weights(folder: pathlib.Path, seed: int) -> None:
             noise = 0.3 * noise + (0 if is_offset else 1)
         elif name.endswith(".bias"):
             noise *= 0.5
+        elif name.endswith("scale"):
+            noise = 0.3 * noise + 1
         if config.model_type in ("mistral3", "gemma3"):
             name = hub_name(name)
         is_single = "experts" in name and config.model_type not in FUSED_EXPERTS
@@ -1220,11 +1239,16 @@ def check_choices(folder: pathlib.Path, tokens: np.ndarray) -> None:
     model, gaps = load(folder), []
 
     def hook(module, inputs, outputs):
-        ordered = outputs[0].softmax(-1).sort(descending=True).values
-        gaps.append((ordered[:, module.top_k - 1] - ordered[:, module.top_k]).min())
+        shares, chosen = outputs[0], outputs[2].shape[1]
+        if not hasattr(module, "per_expert_scale"):
+            shares = shares.softmax(-1)
+        ordered = shares.sort(descending=True).values
+        gaps.append((ordered[:, chosen - 1] - ordered[:, chosen]).min())
 
     for layer in getattr(model.model, "language_model", model.model).layers:
-        if hasattr(layer.mlp, "experts"):
+        if hasattr(layer, "router"):
+            layer.router.register_forward_hook(hook)
+        elif hasattr(layer.mlp, "experts"):
             router = getattr(layer.mlp, "gate", None) or layer.mlp.router
             router.register_forward_hook(hook)
     with torch.no_grad():
@@ -1261,7 +1285,8 @@ def make(name: str, seed: int) -> None:
     narrow = logits_of(folder, sequences[1], torch.bfloat16)
     arrays["bfloat16_error_1"] = np.abs(narrow - logits[1]).max()
     np.savez(folder / "logits.npz", **arrays)
-    has_experts = bool(config.get("text_config", config).get("num_experts_per_tok"))
+    keys = config.get("text_config", config).keys()
+    has_experts = bool({"num_experts_per_tok", "top_k_experts"} & keys)
     if has_experts:
         for tokens in sequences:
             check_choices(folder, tokens)

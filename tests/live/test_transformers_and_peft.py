@@ -13,6 +13,7 @@ import pytest
 
 from jaxlora import export_peft, import_peft, load_model, merge_adapter
 from jaxlora.adapters.adapter import Adapter, LoraWeights
+from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.structure import linear_shapes
 from tests.jaxlora.adapters.forward import adapter_logits
 from tests.jaxlora.models.test_logits import CASES, MODELS, packed_logits
@@ -128,6 +129,73 @@ def test_merged_checkpoints_load_in_transformers(
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 31)
     theirs = torch_logits(torch, causal_lm(torch, transformers, merged), tokens)
     assert relative_error(adapter_logits(model, [adapter], [tokens])[0], theirs) < 1e-5
+
+
+def expert_adapter(shapes, *, are_alike: bool) -> Adapter:
+    """An adapter of all linears; those of all experts are alike, or of each layer."""
+    rng, modules = np.random.default_rng(0), {}
+    kinds = list(dict.fromkeys(map(shared_path, shapes)))
+    for i, (name, (k, n)) in enumerate(shapes.items()):
+        rank, alpha = 1 + i % 3, 2.0 + i % 5
+        if is_of_expert(name):
+            kind = 0 if are_alike else kinds.index(shared_path(name))
+            rank, alpha = 2 + kind % 3, 3.0 + kind % 2
+        tensors = {"lora_a": (k, rank), "lora_b": (rank, n)}
+        modules[name] = LoraWeights(
+            tensors={
+                key: (0.3 * rng.normal(size=size)).astype(np.float32)
+                for key, size in tensors.items()
+            },
+            rank=rank,
+            lora_alpha=alpha,
+        )
+    return Adapter(modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("has_others", "are_alike", "is_known"),
+    [(True, True, True), (True, False, True), (False, True, True), (True, True, False)],
+    ids=["all", "unlike", "experts", "unknown"],
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gemma4_experts", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+        *("qwen3_moe_dense", "qwen3_next", "qwen3_5_moe"),
+    ],
+)
+def test_adapters_of_experts(
+    torch, transformers, peft, tmp_path, case, has_others, are_alike, is_known
+):
+    """peft reads the folder whether or not `export_peft` knows the kind of the base."""
+    model = load_model(MODELS / case, dtype="float32")
+    shapes = linear_shapes(model.config)
+    adapter = expert_adapter(shapes, are_alike=are_alike)
+    if not has_others:
+        kept = {n: x for n, x in adapter.modules.items() if is_of_expert(n)}
+        adapter = Adapter(modules=kept)
+    folder = export_peft(
+        adapter,
+        tmp_path / "a",
+        base_model="b",
+        linear_names=list(shapes),
+        model_type=model.config.model_type if is_known else None,
+    )
+    read = import_peft(folder, shapes)
+    assert read.modules.keys() == adapter.modules.keys()
+    theirs = peft.PeftModel.from_pretrained(
+        causal_lm(torch, transformers, model.folder), folder
+    ).eval()
+    tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 64)
+    wanted = torch_logits(torch, theirs, tokens)
+    ours, again = adapter_logits(model, [adapter, read], [tokens, tokens])
+    assert relative_error(ours, wanted) < 1e-5
+    assert relative_error(again, wanted) < 1e-5
+    with theirs.disable_adapter():
+        assert relative_error(torch_logits(torch, theirs, tokens), wanted) > 1e-2
+    merged = merge_adapter(model.folder, folder, tmp_path / "merged")
+    merged_logits = torch_logits(torch, causal_lm(torch, transformers, merged), tokens)
+    assert relative_error(merged_logits, wanted) < 5e-5
 
 
 def test_a_training_run(torch, transformers, peft, tmp_path, monkeypatch):

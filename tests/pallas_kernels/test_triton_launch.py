@@ -10,6 +10,7 @@ import pytest
 import triton
 import triton.language as tl
 
+from jaxlora.pallas_kernels import device
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.target import (
     forced_capability,
@@ -61,6 +62,19 @@ def test_vmap_gives_the_values_of_a_loop():
     x = jnp.arange(32.0).reshape(2, 16)
     with interpreted(triton_interpreter.run):
         np.testing.assert_array_equal(jax.vmap(doubled)(x), 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("capability", "code", "own_products"),
+    [(80, 80, 80), (89, 89, 89), (90, 80, 90), (100, 80, 80), (120, 120, 120)],
+)
+def test_own_products_of_hopper_are_asked_for(
+    capability, code, own_products, monkeypatch
+):
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    assert present_target().capability == code
+    assert present_target(hopper=True).capability == own_products
 
 
 def test_a_target_can_be_forced():

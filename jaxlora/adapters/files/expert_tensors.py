@@ -1,8 +1,9 @@
 """The LoRA of experts in PEFT's folders, of which there are two layouts.
 
 Per expert, each linear of an expert has A and B of its own, under the names that it has
-in checkpoints (`mlp.experts.3.gate_proj`). Here, adapters have this form. peft converts
-it for models whose checkpoints have a tensor for each expert.
+in checkpoints (`mlp.experts.3.gate_proj`). Here, adapters have this form, but for some
+names (`in_folders`). peft converts it for some models (`_CONVERTED`), and then takes
+the names of other linears for those of experts, too.
 
 Fused, A and B are of the parameters that transformers holds, `mlp.experts.gate_up_proj`
 and `mlp.experts.down_proj`, each of all experts. A is [E R, K] with the ranks of an
@@ -17,7 +18,7 @@ import dataclasses
 import logging
 import pathlib
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +37,10 @@ logger = logging.getLogger(__name__)
 _PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _NAME = re.compile(r"(.*\.experts)(\.base_layer)?\.(lora_[AB])\.weight")
 ExpertLayout = Literal["per_expert", "fused"]
+# Models whose LoRA on single experts peft 0.21 converts, by model_type.
+_CONVERTED = ("mixtral", "olmoe", "qwen3_moe", "qwen3_next")
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_OF_MIXTRAL = re.compile(r"(.*)\.block_sparse_moe\.(experts\.\d+)\.(w[123])")
 # The first version of peft that knows which side is which.
 _FIRST_VERSION = (0, 19)
 # Fused folders state this version, so that peft and this library need not guess.
@@ -110,47 +115,74 @@ def _linears(parameter: str, there: Container[str]) -> tuple[str, ...]:
 
 
 def default_layout(
-    modules: Mapping[str, LoraWeights], linear_names: Sequence[str]
+    modules: Mapping[str, LoraWeights],
+    linear_names: Sequence[str],
+    model_type: str | None,
 ) -> ExpertLayout:
     """Returns the layout that peft can read: per expert, if it converts that.
 
-    It then has one rank and alpha for all experts of the model, and gate with up, which
-    are two linears. Of a Qwen2 with experts, which alone has a shared one, peft 0.21
-    does not convert any.
+    It does so for some models, if all experts of the model have one rank and alpha,
+    gate is adapted with up, and no linear that is not of experts has such a name.
 
     Args:
-        modules: The weights of each linear of the experts, by module name.
+        modules: The weights of each adapted linear, by module name.
         linear_names: Names of the base model's linears.
+        model_type: The base's; None: it is not known.
     """
-    adapted = {shared_path(name) for name in modules}
+    own = {name: weights for name, weights in modules.items() if is_of_expert(name)}
+    adapted = {shared_path(name) for name in own}
     kinds = {name.rpartition(".")[2] for name in adapted}
     there = {shared_path(name) for name in filter(is_of_expert, linear_names)}
     is_all = adapted == {name for name in there if name.rpartition(".")[2] in kinds}
-    is_one = len({(own.rank, own.lora_alpha) for own in modules.values()}) == 1
+    is_one = len({(one.rank, one.lora_alpha) for one in own.values()}) == 1
     has_both = len(kinds & {*_PARAMETERS["gate_up_proj"]}) != 1
-    has_two = not any(name.endswith(".gate_up_proj") for name in there)
-    has_shared = any(".shared_expert." in name for name in linear_names)
-    is_read = is_all and is_one and has_both and has_two and not has_shared
+    is_read = model_type in _CONVERTED and is_all and is_one and has_both
+    is_read = is_read and not mistaken_by_peft(modules, model_type)
     return "per_expert" if is_read else "fused"
 
 
-def unread_by_peft(names: Sequence[str], linear_names: Sequence[str]) -> str | None:
-    """Returns a linear whose LoRA peft takes for that of experts; None: there is none.
+def mistaken_by_peft(names: Iterable[str], model_type: str | None) -> list[str]:
+    """Returns linears that peft takes for those of experts, by their names alone.
 
-    It reads the names of linears of experts as those of their parameters, and so those
-    of layers without experts. It does not for a model with shared experts.
+    It reads the parameters of such a linear right.
 
     Args:
         names: Names of the adapted linears.
-        linear_names: Names of the base model's linears.
+        model_type: The base's; None: it is not known.
     """
-    if not any(map(is_of_expert, names)):
-        return None
-    if any(".shared_expert." in name for name in linear_names):
-        return None
+    if model_type is not None and model_type not in _CONVERTED:
+        return []
     linears = {linear for own in _PARAMETERS.values() for linear in own}
     dense = (name for name in names if not is_of_expert(name))
-    return next((x for x in dense if x.rpartition(".")[2] in linears), None)
+    return [name for name in dense if name.rpartition(".")[2] in linears]
+
+
+def in_folders(name: str, model_type: str | None) -> str:
+    """Returns the name of a linear in folders with a tensor for each expert's.
+
+    For Mixtral it is that in its checkpoints, and for Gemma 4 that in vLLM, which alone
+    reads such folders for it.
+
+    Args:
+        name: Its module name.
+        model_type: The base's.
+    """
+    if is_of_expert(name) and model_type == "mixtral":
+        start, _, last = name.partition(".mlp.experts.")
+        number, linear = last.split(".")
+        return f"{start}.block_sparse_moe.experts.{number}.{_MIXTRAL[linear]}"
+    if model_type == "gemma4_text":
+        return re.sub(r"(\.layers\.\d+)\.experts\.", r"\1.moe.experts.", name)
+    return name
+
+
+def module_name(name: str) -> str:
+    """Returns the module name of a linear, by its name in a folder of any model."""
+    if (match := _OF_MIXTRAL.fullmatch(name)) is not None:
+        start, expert, last = match.groups()
+        linear = next(own for own, other in _MIXTRAL.items() if other == last)
+        return f"{start}.mlp.{expert}.{linear}"
+    return re.sub(r"(\.layers\.\d+)\.moe\.experts\.", r"\1.experts.", name)
 
 
 def fused_experts(
@@ -366,7 +398,8 @@ def _divided(
 ) -> dict[str, LoraWeights]:
     """Divides the LoRA of a parameter by expert and linear.
 
-    Where gate and up have ranks of their own, each takes these; otherwise both take A.
+    Where gate and up have ranks of their own, each takes these. If B of one of the two
+    is zero, the other alone is adapted; otherwise both take A.
     """
     block = name.rpartition(".")[0]
     rank, n = fused.rank, fused.b.shape[2] // len(linears)
@@ -374,13 +407,17 @@ def _divided(
     half = rank // 2
     if len(linears) == 2:
         others = fused.b[:, half:, :n], fused.b[:, :half, n:]
-        if rank % 2 == 0 and fused.b.any() and not any(map(np.any, others)):
+        is_changed = fused.b[:, :, :n].any(), fused.b[:, :, n:].any()
+        if any(is_changed) and not all(is_changed):
+            ranks = {linears[is_changed.index(True)]: slice(rank)}
+        elif rank % 2 == 0 and fused.b.any() and not any(map(np.any, others)):
             ranks = dict(zip(linears, (slice(half), slice(half, rank)), strict=True))
         else:
             logger.info("%s: gate and up get the same A, each its own copy.", name)
     modules = {}
-    for place, (linear, own) in enumerate(ranks.items()):
-        a, b = fused.a[:, :, own], fused.b[:, own, place * n : (place + 1) * n]
+    for linear, own in ranks.items():
+        place = linears.index(linear) * n
+        a, b = fused.a[:, :, own], fused.b[:, own, place : place + n]
         size = a.shape[2]
         alpha = fused.scaling * (size**0.5 if use_rslora else size)
         for i in range(len(a)):

@@ -21,7 +21,8 @@ from jaxlora.adapters.files.expert_tensors import (
     default_layout,
     fused_experts,
     fused_tensors,
-    unread_by_peft,
+    in_folders,
+    mistaken_by_peft,
 )
 from jaxlora.adapters.files.export_record import (
     CONFIG_FILE,
@@ -55,6 +56,7 @@ def export_peft(
     card: str | None = None,
     tokenizer: TokenizerCopy | None = None,
     expert_layout: ExpertLayout | None = None,
+    model_type: str | None = None,
 ) -> pathlib.Path:
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -75,9 +77,10 @@ def export_peft(
         card: Text of a model card to write as README.md; None: there is none.
         tokenizer: Tokenizer to write beside the adapter; None: there is none. Without
             a record, the folder is then not replaced by a later export.
-        expert_layout: How the LoRA of experts is written; None: as peft reads it. Give
-            `fused` for a Mixtral: names do not tell it from other models, and peft
-            reads its experts in no other layout that is written here.
+        expert_layout: How the LoRA of experts is written; None: as peft reads it, per
+            expert if it reads both.
+        model_type: `model_type` of the base (`FrozenModel.config.model_type`), which
+            says how others name its experts; None: peft reads them fused.
 
     Raises:
         AdapterError: The folder holds files that this program did not write.
@@ -85,7 +88,11 @@ def export_peft(
     """
     check_replaceable(folder, overwrite=overwrite)
     adapter = _as_peft_has_experts(adapter, folder)
-    experts = _fused_experts(adapter, expert_layout, linear_names)
+    experts = _fused_experts(adapter, expert_layout, linear_names, model_type)
+    if not experts:
+        linear_names = [in_folders(name, model_type) for name in linear_names]
+        modules = {in_folders(n, model_type): x for n, x in adapter.modules.items()}
+        adapter = dataclasses.replace(adapter, modules=modules)
     tensors = {f"{PREFIX}{n}": x for n, x in fused_tensors(experts).items()}
     for name, weights in adapter.modules.items():
         for tensor in () if experts and is_of_expert(name) else weights.in_order():
@@ -108,15 +115,8 @@ def export_peft(
             min(scalings),
             max(scalings),
         )
-    if (unread := unread_by_peft(list(adapter.modules), linear_names)) is not None:
-        logger.warning(
-            "%s: peft 0.21 cannot read LoRA on %s beside that of experts, and may "
-            "compute something else. Merge the adapter for other programs.",
-            folder,
-            unread,
-        )
     base = base_name(base_model, revision)
-    config = _config(adapter, base, linear_names, experts)
+    config = _config(adapter, base, linear_names, experts, model_type)
     folder = pathlib.Path(folder)
     with replace_folder(folder) as temporary:
         safetensors.numpy.save_file(
@@ -156,12 +156,15 @@ def _as_peft_has_experts(adapter: Adapter, folder: str | pathlib.Path) -> Adapte
 
 
 def _fused_experts(
-    adapter: Adapter, layout: ExpertLayout | None, linear_names: Sequence[str]
+    adapter: Adapter,
+    layout: ExpertLayout | None,
+    linear_names: Sequence[str],
+    model_type: str | None,
 ) -> dict[str, FusedLora]:
     """Returns the fused LoRA of experts, by parameter; empty in the other layout."""
     modules = {n: w for n, w in adapter.modules.items() if is_of_expert(n)}
     if modules and layout is None:
-        layout = default_layout(modules, linear_names)
+        layout = default_layout(adapter.modules, linear_names, model_type)
     if layout != "fused":
         return {}
     scalings = {name: adapter.scaling(weights) for name, weights in modules.items()}
@@ -173,20 +176,25 @@ def _config(
     base: BaseName,
     linear_names: Sequence[str],
     experts: Mapping[str, FusedLora],
+    model_type: str | None,
 ) -> PeftConfig:
-    own_modules, there = list(adapter.modules), list(linear_names)
+    own_modules, there, parameters = list(adapter.modules), list(linear_names), {}
     if experts:
         own_modules, there = (
             [name for name in names if not is_of_expert(name)]
             for names in (own_modules, there)
         )
+        mistaken = mistaken_by_peft(own_modules, model_type)
+        parameters = {name: f"{name}.weight" for name in mistaken}
     modules = (SLOT_MODULES[name] for name in adapter.outside)
     saved = sorted(one.frozen or one.name for one in modules if not one.has_tokens)
     common: dict[str, Any] = {
         "base_model_name_or_path": base.path,
         "modules_to_save": saved or None,
         "revision": base.revision,
-        "target_modules": _target_modules(own_modules, there),
+        "target_modules": _target_modules(
+            [name for name in own_modules if name not in parameters], there
+        ),
         "task_type": "SEQ_CLS" if SCORE.name in adapter.outside else "CAUSAL_LM",
     }
     own: dict[str, Any] = {}
@@ -194,9 +202,10 @@ def _config(
         own |= variant.to_peft(adapter)
     if own:
         return PeftConfig(**common, **own)
-    ranks = {name: adapter.modules[name].rank for name in own_modules}
+    named = {parameters.get(name, name): adapter.modules[name] for name in own_modules}
+    ranks = {name: weights.rank for name, weights in named.items()}
     ranks |= {name: fused.rank for name, fused in experts.items()}
-    alphas = {name: adapter.modules[name].lora_alpha for name in own_modules}
+    alphas = {name: weights.lora_alpha for name, weights in named.items()}
     alphas |= {name: fused.scaling * fused.rank for name, fused in experts.items()}
     rank, lora_alpha = _most_common(ranks), _most_common(alphas)
     if one := [n for n in own_modules if is_of_expert(n)][:1]:
@@ -208,8 +217,9 @@ def _config(
         if variant.setting is not None and variant.peft_type == "LORA"
     }
     if experts:
-        parameters = [name for name in linear_names if is_of_expert(name)]
-        given["target_parameters"] = _target_parameters(experts, parameters)
+        of_experts = [name for name in linear_names if is_of_expert(name)]
+        targets = _target_parameters(experts, of_experts)
+        given["target_parameters"] = [*targets, *sorted(parameters.values())]
         given["peft_version"] = PEFT_VERSION
     if adapter.token_indices:
         given["trainable_token_indices"] = adapter.token_indices

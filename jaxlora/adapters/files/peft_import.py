@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter, LoraWeights, OutsideWeights
-from jaxlora.adapters.files.expert_tensors import check_alike, take_experts
+from jaxlora.adapters.files.expert_tensors import check_alike, module_name, take_experts
 from jaxlora.adapters.files.export_record import PREFIX, read_record
 from jaxlora.adapters.files.peft_config import loftq_format, read_config
 from jaxlora.adapters.files.peft_export import CONFIG_FILE, WEIGHTS_FILE
@@ -137,12 +137,15 @@ def _read(
         wanted = (*wanted, _BIAS)
     ranks, alphas = config["rank_pattern"] or {}, config["alpha_pattern"] or {}
     modules, biases = dict(experts), {}
-    for name, tensors in found.items():
+    for given, tensors in found.items():
+        name = given if given in linear_shapes else module_name(given)
         if name not in linear_shapes:
             has_experts = any(map(is_of_expert, linear_shapes))
-            raise AdapterError(f"{folder} adapts {name}, {_why_not(name, has_experts)}")
+            reason = _why_not(given, has_experts)
+            raise AdapterError(f"{folder} adapts {given}, {reason}")
         rank, lora_alpha = config["r"], config["lora_alpha"]
-        for one in dict.fromkeys((shared_path(name), name)):  # newer names of experts
+        # Newer names of experts, and those of parameters.
+        for one in dict.fromkeys((shared_path(name), f"{name}.weight", given)):
             rank = pattern_value(ranks, one, rank, patterns)
             lora_alpha = pattern_value(alphas, one, lora_alpha, patterns)
         own = _checked(folder, name, tensors, wanted, rank, linear_shapes[name])
@@ -177,13 +180,11 @@ def _read(
 
 def _why_not(name: str, has_experts: bool) -> str:
     """Returns why the base model does not have a linear, and the cure."""
-    reason = None
-    if has_experts and name.endswith((".gate", ".shared_expert_gate")):
-        reason = "and routers and gates of experts stay frozen here"
-    elif has_experts and ".block_sparse_moe." in name:
-        reason = "a name of Mixtral's before transformers 5, which is not read"
-    if reason is not None:
-        return f"{reason}. Merge the adapter into its base with peft."
+    if has_experts and name.endswith((".gate", ".shared_expert_gate", ".router.proj")):
+        return (
+            "and routers and gates of experts stay frozen here. Merge the adapter into "
+            "its base with peft."
+        )
     return "which the base model does not have. Is it an adapter of another model?"
 
 

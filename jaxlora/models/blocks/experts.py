@@ -31,7 +31,11 @@ CHOSEN = "chosen experts"  # name of each layer's choices in a trace, for report
 
 
 class ExpertLinears(nnx.Module):
-    """The linears of the experts, whose names are those of one MLP."""
+    """MLPs, the experts; their linears, which take LoRA, have the names of one MLP.
+
+    A row is copied to its experts, so no other row has a part in its result. If devices
+    share the experts, each runs its own for the rows of all.
+    """
 
     def __init__(
         self,
@@ -39,29 +43,42 @@ class ExpertLinears(nnx.Module):
         make: LayerBuilder,
         shape: ExpertShape,
         *,
+        name: str = "mlp.experts",
+        activation: Callable[[Any, Any], Any] = swiglu,
         fused: bool = False,
     ):
         """Makes the linears.
 
         Args:
-            config: The model.
+            config: The model. With `mlp_bias`, linears have biases.
             make: Makes them.
             shape: The mixture.
-            fused: See `Experts`.
+            name: Path inside the layer.
+            activation: Makes what `down` takes of gate and up.
+            fused: Whether one linear, `gate_up_proj`, makes gate and up, a feature of
+                the one next to that of the other, and checkpoints have one tensor of
+                all experts.
         """
-        name, d, f = "mlp.experts.{}_proj".format, config.hidden_size, shape.features
+        self.num_experts, self.parts = shape.number, config.expert_parts
+        self.implementation, self.activation = make.options.implementation, activation
+        # Those of the microbatches of all devices that share the experts.
+        most = make.options.most_adapters
+        self.most_adapters = None if most is None else most * self.parts
+        d, f = config.hidden_size, shape.features
         given: dict[str, Any] = {"use_bias": config.mlp_bias, "is_one_tensor": fused}
         read: dict[str, Any] = {"role": "column", **given}
         self.fused = fused
         if fused:
             self.gate_up_proj = make.expert_linear(
-                name("gate_up"), d, 2 * f, shape, **read
+                f"{name}.gate_up_proj", d, 2 * f, shape, **read
             )
         else:
-            self.gate_proj = make.expert_linear(name("gate"), d, f, shape, **read)
-            self.up_proj = make.expert_linear(name("up"), d, f, shape, **read)
+            self.gate_proj = make.expert_linear(
+                f"{name}.gate_proj", d, f, shape, **read
+            )
+            self.up_proj = make.expert_linear(f"{name}.up_proj", d, f, shape, **read)
         self.down_proj = make.expert_linear(
-            name("down"), f, d, shape, role="row", **given
+            f"{name}.down_proj", f, d, shape, role="row", **given
         )
 
     @property
@@ -69,13 +86,62 @@ class ExpertLinears(nnx.Module):
         """The linears that share the input."""
         return (self.gate_up_proj,) if self.fused else (self.gate_proj, self.up_proj)
 
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T C"],
+        chosen: Int[Array, "T C"],
+        routing: Routing,
+    ) -> Float[Array, "T D"]:
+        """Returns the weighted outputs of the experts that rows have chosen.
+
+        Args:
+            x: The rows.
+            weights: Weights of a row's experts.
+            chosen: Numbers of a row's experts.
+            routing: Slot of each row.
+        """
+        num_held, first_one = self.num_experts // self.parts, 0
+        if self.parts > 1:
+            x, weights, routing = to_experts(x), to_experts(weights), _of_all(routing)
+            first_one = first_expert(num_held)
+            chosen = all_rows(chosen) - first_one
+        first, last = self.input_linears, self.down_proj
+        slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
+        blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
+        if not slots:  # the blocks of an expert then need not tell adapters apart
+            blocks = jnp.minimum(blocks, 0)
+        most = self.most_adapters
+        plan = route_rows(
+            chosen,
+            blocks,
+            num_held,
+            num_adapters,
+            most_adapters=num_adapters if most is None else min(most, num_adapters),
+            num_parts=self.parts,
+            first_expert=first_one,
+        )
+        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
+        after = last.for_kernels(routing, num_adapters)
+        kernels = {"implementation": self.implementation}
+        copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
+        calls = [before] if len(formats) == 1 else [[p] for p in before]
+        read = [
+            y for call in calls for y in expert_linears(copies, call, plan, **kernels)
+        ]
+        if self.fused:
+            read = [read[0][:, 0::2], read[0][:, 1::2]]
+        y = expert_output(self.activation(*read), after, weights, plan, **kernels)
+        if self.parts == 1:
+            return y
+        # A policy that saves the results of linears exchanges nothing again.
+        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
+
 
 class Experts(nnx.Module):
-    """The weighted outputs of the MLPs that a router chooses for each row.
+    """The weighted outputs of the experts that a router chooses for each row.
 
-    Each linear of an expert takes LoRA; the router and the gate of a shared expert do
-    not. A row is copied to its experts, so no other row has a part in its result. If
-    devices share the experts, each runs its own for the rows of all.
+    The router and the gate of a shared expert take no LoRA.
     """
 
     def __init__(
@@ -95,14 +161,10 @@ class Experts(nnx.Module):
             make: Makes them.
             shape: The mixture.
             router: Path of the router inside a layer of a checkpoint.
-            activation: Makes what `down` takes of gate and up.
-            fused: Whether one linear, `gate_up_proj`, makes gate and up, a feature of
-                the one next to that of the other, and checkpoints have one tensor of
-                all experts.
+            activation: See `ExpertLinears`, as for `fused`.
+            fused: Whether one linear makes gate and up.
         """
-        self.shape, self.implementation = shape, make.options.implementation
-        self.activation, self.parts = activation, config.expert_parts
-        self.most_adapters = make.options.most_adapters
+        self.shape = shape
         self.gate = make.weight(
             (config.hidden_size, shape.number),
             f"{router}.weight",
@@ -111,7 +173,9 @@ class Experts(nnx.Module):
         )
         bias = (shape.number,), f"{router}.bias", ("X",)
         self.gate_bias = make.weight(*bias) if config.mlp_bias else None
-        self.experts = ExpertLinears(config, make, shape, fused=fused)
+        self.experts = ExpertLinears(
+            config, make, shape, activation=activation, fused=fused
+        )
         if (shared := shape.shared_features) is not None:
             name = "mlp.shared_expert"
             self.shared_expert = Mlp(config, make, name=name, features=shared)
@@ -137,56 +201,11 @@ class Experts(nnx.Module):
         weights, chosen = choose_experts(logits, self.shape)
         if self.shape.rounds:
             weights = weights.astype(x.dtype)
-        y = self._chosen(x, weights, chosen, rows.routing)
+        y = self.experts(x, weights, chosen, rows.routing)
         if self.shape.shared_features is None:
             return y
         share = jax.nn.sigmoid(x @ self.shared_expert_gate[...])
         return y + share * self.shared_expert(x, rows)
-
-    def _chosen(
-        self,
-        x: Float[Array, "T D"],
-        weights: Float[Array, "T C"],
-        chosen: Int[Array, "T C"],
-        routing: Routing,
-    ) -> Float[Array, "T D"]:
-        """Returns the weighted outputs of the experts that rows have chosen."""
-        own, num_held, first_one = self.experts, self.shape.number // self.parts, 0
-        if self.parts > 1:
-            x, weights, routing = to_experts(x), to_experts(weights), _of_all(routing)
-            first_one = first_expert(num_held)
-            chosen = all_rows(chosen) - first_one
-        first, last = own.input_linears, own.down_proj
-        slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
-        blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
-        if not slots:  # the blocks of an expert then need not tell adapters apart
-            blocks = jnp.minimum(blocks, 0)
-        most = self.most_adapters  # of the microbatch of each device
-        most = None if most is None else most * self.parts
-        plan = route_rows(
-            chosen,
-            blocks,
-            num_held,
-            num_adapters,
-            most_adapters=num_adapters if most is None else min(most, num_adapters),
-            num_parts=self.parts,
-            first_expert=first_one,
-        )
-        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
-        after = last.for_kernels(routing, num_adapters)
-        kernels = {"implementation": self.implementation}
-        copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
-        calls = [before] if len(formats) == 1 else [[p] for p in before]
-        read = [
-            y for call in calls for y in expert_linears(copies, call, plan, **kernels)
-        ]
-        if own.fused:
-            read = [read[0][:, 0::2], read[0][:, 1::2]]
-        y = expert_output(self.activation(*read), after, weights, plan, **kernels)
-        if self.parts == 1:
-            return y
-        # A policy that saves the results of linears exchanges nothing again.
-        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
 
 
 def _of_all(routing: Routing) -> Routing:

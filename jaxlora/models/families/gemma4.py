@@ -1,23 +1,29 @@
-"""Gemma 4, of which the text of the dense models is read."""
+"""Gemma 4, of which the text of dense models and of those with experts is read."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
+import jax.numpy as jnp
 import pydantic
-from jaxtyping import Array, Float
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxlora.common.json_file import shown
 from jaxlora.errors import ModelError
+from jaxlora.models.blocks.experts import ExpertLinears, choose_experts
+from jaxlora.models.blocks.mlp import geglu
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import (
     Composite,
+    ExpertShape,
     Family,
     ModelConfig,
     ProportionalScaling,
     Rope,
 )
 from jaxlora.models.families.gemma import Gemma2Layer, Scale
+from jaxlora.models.families.mixture import Features, NumExperts
 from jaxlora.models.hf_config import (
     FULL,
     ROPES,
@@ -33,11 +39,12 @@ from jaxlora.models.hf_config import (
     only,
     validated,
 )
+from jaxlora.modules.norm import rms_norm
 from jaxlora.modules.rows import Rows
 
+_UNDIVIDED = "the MLP beside its experts is whole on each device"
 _SMALL = "such as gemma-4-E2B and gemma-4-E4B"
 _REFUSED = {
-    "enable_moe_block": "experts, such as gemma-4-26B-A4B",
     "hidden_size_per_layer_input": f"embeddings for each layer, {_SMALL}",
     "num_kv_shared_layers": f"layers that share keys and values, {_SMALL}",
 }
@@ -45,17 +52,19 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Model(ModelConfig):
-    """The mathematics of the text of a dense Gemma 4.
+    """The mathematics of the text of a Gemma 4.
 
     Attributes:
         full_head_dim: Features of a head in layers without a window.
         full_kv_heads: Key and value heads of these layers.
         shares_kv: Whether their keys are their values, too, but for norm and rotation.
+        experts: The experts beside the MLP of each layer; None: there are none.
     """
 
     full_head_dim: int
     full_kv_heads: int
     shares_kv: bool
+    experts: ExpertShape | None
 
     def at_layer(self, layer: int) -> Self:
         if self.layer_windows[layer] is not None:
@@ -69,6 +78,10 @@ class Gemma4Model(ModelConfig):
 
     def layer_kind(self, layer: int) -> Hashable:
         return FULL if self.layer_windows[layer] is None else SLIDING
+
+    def expert_shape(self, layer: int) -> ExpertShape | None:
+        del layer
+        return self.experts
 
 
 class Gemma4Layer(Gemma2Layer):
@@ -87,6 +100,53 @@ class Gemma4Layer(Gemma2Layer):
         return super().feed_forward(h, rows) * self.layer_scalar[...]
 
 
+class Gemma4Router(nnx.Module):
+    """Chooses the experts of each row, by what is left of it after a norm."""
+
+    def __init__(self, config: Gemma4Model, make: LayerBuilder, shape: ExpertShape):
+        d, x = config.hidden_size, shape.number
+        self.shape, self.eps = shape, config.rms_eps
+        self.proj = make.weight(
+            (d, x), "router.proj.weight", ("D", "X"), transpose=True
+        )
+        self.scale = make.weight((d,), "router.scale", ("D",))
+        self.per_expert_scale = make.weight((x,), "router.per_expert_scale", ("X",))
+
+    def __call__(
+        self, h: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T C"], Int[Array, "T C"]]:
+        """Returns the weights and the numbers of the experts of each row."""
+        normed = rms_norm(h, jnp.ones(h.shape[1], h.dtype), self.eps)
+        x = normed * self.scale[...] * h.shape[1] ** -0.5
+        logits = jnp.matmul(x, self.proj[...], preferred_element_type=jnp.float32)
+        weights, chosen = choose_experts(logits, self.shape)
+        return weights * self.per_expert_scale[...][chosen], chosen
+
+
+class Gemma4ExpertsLayer(Gemma4Layer):
+    """A layer with experts beside the MLP; both and the router read the same rows."""
+
+    def __init__(self, config: Gemma4Model, make: LayerBuilder):
+        super().__init__(config, make)
+        assert config.experts is not None
+        self.dense_output_norm = make.norm("post_feedforward_layernorm_1")
+        self.router = Gemma4Router(config, make, config.experts)
+        self.experts_norm = make.norm("pre_feedforward_layernorm_2")
+        self.experts = ExpertLinears(
+            config, make, config.experts, name="experts", activation=geglu
+        )
+        self.experts_output_norm = make.norm("post_feedforward_layernorm_2")
+
+    def feed_forward(self, h: Float[Array, "T D"], rows: Rows) -> Float[Array, "T D"]:
+        """Applies the second half of the layer."""
+        h, x = self._input(self.mlp_norm, h, self.mlp.input_linears, rows.routing)
+        dense = self.dense_output_norm(self.mlp(x, rows))
+        chosen = self.experts(self.experts_norm(h), *self.router(h), rows.routing)
+        y, after = dense + self.experts_output_norm(chosen), self.mlp_output_norm
+        assert after is not None
+        return (h + after(y)) * self.layer_scalar[...]
+
+
 class _Heads(pydantic.BaseModel):
     head_dim: HeadDim
     num_key_value_heads: Heads
@@ -103,13 +163,13 @@ class _ProportionalRope(DefaultRope):
 class Gemma4(HfConfig):
     """The config.json of the text of a Gemma 4.
 
-    Keys of experts, of layers that share keys and values, and of embeddings for each
-    layer are read, so that models with them are refused by name.
+    Keys of layers that share keys and values, and of embeddings for each layer are
+    read, so that models with them are refused by name.
     """
 
     FAMILY: ClassVar[Family] = Family(
         model_type="gemma4_text",
-        models="text models of dense Gemma 4",
+        models="text models of Gemma 4",
         layer=Gemma4Layer,
         scales_embedding=True,
     )
@@ -119,7 +179,6 @@ class Gemma4(HfConfig):
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             "hidden_act",
-            "top_k_experts",
             "use_double_wide_mlp",
             "vocab_size_per_layer_input",
         }
@@ -142,15 +201,17 @@ class Gemma4(HfConfig):
     hidden_size_per_layer_input: Any = 256
     num_kv_shared_layers: Any = 0
     enable_moe_block: Flag = False
-    num_experts: Any = None
-    moe_intermediate_size: Any = None
+    num_experts: NumExperts | None = None
+    top_k_experts: NumExperts | None = None
+    moe_intermediate_size: Features | None = None
 
     def build(self, **fields: Any) -> ModelConfig:
         for key, what in _REFUSED.items():
             if value := getattr(self, key):
                 raise ModelError(
                     f"config.json has {key}={shown(value)}: Gemma 4 models with "
-                    f"{what}, are not supported. Dense ones are, such as gemma-4-31B."
+                    f"{what}, are not supported. Others are, such as gemma-4-31B and "
+                    "gemma-4-26B-A4B."
                 )
         full = self._full_heads()
         if full.head_dim % 2 or self.num_attention_heads % full.num_key_value_heads:
@@ -160,15 +221,45 @@ class Gemma4(HfConfig):
                 f"of num_attention_heads={self.num_attention_heads}, and an even "
                 "number."
             )
-        return super().build(
+        model = super().build(
             full_head_dim=full.head_dim,
             full_kv_heads=full.num_key_value_heads,
             shares_kv=self.attention_k_eq_v,
+            experts=self.expert_shape(),
             score_scale=1.0,
             logit_softcap=self.final_logit_softcapping,
             qkv_bias=self.attention_bias,
             o_bias=self.attention_bias,
             **fields,
+        )
+        if not self.enable_moe_block:
+            return model
+        own = {"layer": Gemma4ExpertsLayer, "undivided": _UNDIVIDED}
+        family = dataclasses.replace(model.family, **own)
+        return dataclasses.replace(model, family=family)
+
+    def expert_shape(self) -> ExpertShape | None:
+        """Returns the experts of a layer; None: there are none."""
+        if not self.enable_moe_block:
+            return None
+        number, chosen = self.num_experts, self.top_k_experts
+        if number is None or chosen is None or self.moe_intermediate_size is None:
+            raise ModelError(
+                "config.json has enable_moe_block=True without num_experts, "
+                "top_k_experts or moe_intermediate_size, so the model is not defined."
+            )
+        if chosen > number:
+            raise ModelError(
+                f"config.json has top_k_experts={chosen}, more than its {number} "
+                "experts."
+            )
+        return ExpertShape(
+            number=number,
+            chosen=chosen,
+            features=self.moe_intermediate_size,
+            normalizes=True,
+            rounds=False,
+            shared_features=self.intermediate_size,
         )
 
     def _full_heads(self) -> _Heads:
@@ -215,7 +306,7 @@ class Gemma4(HfConfig):
 
 GEMMA4 = Composite(
     model_type="gemma4",
-    models="dense Gemma 4",
+    models="Gemma 4",
     texts=(Gemma4.FAMILY.model_type,),
     keys=frozenset(
         {

@@ -13,7 +13,6 @@ from jaxlora.models.blocks.experts import Experts
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, Family, ModelConfig, Rope
 from jaxlora.models.families.mixture import (
-    UNDIVIDED,
     Mixture,
     MixtureModel,
     NumExperts,
@@ -107,7 +106,6 @@ class GptOss(Mixture):
         model_type="gpt_oss",
         models="gpt-oss",
         layer=GptOssLayer,
-        undivided=UNDIVIDED,
         has_fused_experts=True,
     )
     MODEL: ClassVar[type[ModelConfig]] = GptOssModel

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any, ClassVar
 
 from jaxlora.models.config import ExpertShape, Family
-from jaxlora.models.families.mixture import UNDIVIDED, Mixture, MixtureLayer, NumExperts
+from jaxlora.models.families.mixture import Mixture, MixtureLayer, NumExperts
 from jaxlora.models.hf_config import Count, Heads, Windows, number, only
 
 _EXPERT = r"\.block_sparse_moe\.experts\.(\d+)\."
@@ -17,7 +17,6 @@ class Mixtral(Mixture):
         model_type="mixtral",
         models="Mixtral",
         layer=MixtureLayer,
-        undivided=UNDIVIDED,
         # Transformers 5 has these names, and still writes the others.
         renamed=(
             (_EXPERT + r"w1\.", r".mlp.experts.\1.gate_proj."),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from jaxlora.errors import ModelError
 from jaxlora.models.blocks.experts import Experts
@@ -14,7 +14,6 @@ from jaxlora.models.hf_config import Flag, HfConfig, count, only
 
 NumExperts = Annotated[int, count(2**12)]
 Features = Annotated[int, count(2**20)]
-UNDIVIDED = "its experts are whole on each device"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,10 @@ class MixtureModel(ModelConfig):
 
     experts: ExpertShape
     has_experts: tuple[bool, ...]
+
+    def divided(self, tensor: int) -> Self:
+        part = super().divided(tensor)
+        return dataclasses.replace(part, experts=self.experts.divided(tensor))
 
     def layer_kind(self, layer: int) -> Hashable:
         return self.has_experts[layer]

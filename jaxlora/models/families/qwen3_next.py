@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 from jaxlora.models.blocks.delta_net import DeltaNet, FusedDeltaNet
 from jaxlora.models.config import Family, ModelConfig
 from jaxlora.models.families.mixture import (
-    UNDIVIDED,
     Features,
     MixtureModel,
     NumExperts,
@@ -41,7 +40,6 @@ class Qwen3Next(Qwen35, SharedMoe):
         models="Qwen3-Next",
         layer=Qwen3NextLayer,
         norm_offset=True,
-        undivided=UNDIVIDED,
         others=("mtp.",),
     )
     MODEL: ClassVar[type[ModelConfig]] = Qwen3NextModel

@@ -8,7 +8,6 @@ from jaxlora.errors import ModelError
 from jaxlora.models.build import LayerBuilder
 from jaxlora.models.config import ExpertShape, Family, ModelConfig
 from jaxlora.models.families.mixture import (
-    UNDIVIDED,
     Features,
     Mixture,
     MixtureLayer,
@@ -61,7 +60,6 @@ class Qwen2Moe(SharedMoe):
         model_type="qwen2_moe",
         models="Qwen1.5 and Qwen2 with experts",
         layer=MixtureLayer,
-        undivided=UNDIVIDED,
     )
 
     num_key_value_heads: Heads | None = 16
@@ -98,7 +96,6 @@ class Qwen3Moe(QwenMoe):
         model_type="qwen3_moe",
         models="Qwen3 with experts",
         layer=Qwen3MoeLayer,
-        undivided=UNDIVIDED,
     )
 
     num_key_value_heads: Heads | None = 4

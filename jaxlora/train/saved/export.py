@@ -271,6 +271,7 @@ def write_adapter(
         ),
         tokenizer=tokenizer,
         expert_layout=None if layout == "auto" else layout,
+        model_type=record.model_type,
     )
 
 

@@ -73,19 +73,9 @@ def resolved_config(plan: RunPlan) -> dict[str, Any]:
         "max_concurrent_jobs": spec.slots.num_slots,
         "slot_rank": spec.slots.rank,
         "slot_dropout": spec.slots.use_dropout,
-        "expert_layout": _expert_layout(plan),
         "microbatch_shapes": list(plan.shapes.tokens),
         "replicas": listed(config.replica_shapes) or None,
     }
-
-
-def _expert_layout(plan: RunPlan) -> str:
-    """Returns how LoRA on experts is written; `auto`: as each adapter allows it.
-
-    peft reads single experts by their names in checkpoints, not by other names.
-    """
-    layout = plan.config.expert_layout
-    return "fused" if layout == "auto" and plan.model.config.family.renamed else layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

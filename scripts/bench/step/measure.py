@@ -51,7 +51,12 @@ class BaseAlone(Training):
         """Makes the weights of a run on one device."""
         assert plan.spec.slots is not None
         slots = dataclasses.replace(plan.spec.slots, num_slots=1)
-        spec = dataclasses.replace(plan.spec, slots=slots, adapted=())
+        options = plan.spec.options
+        model = plan.spec.config
+        if any(map(model.expert_shape, range(model.num_layers))):
+            # XLA has no product for rows that have chosen among weights.
+            options = dataclasses.replace(options, implementation="mosaic")
+        spec = dataclasses.replace(plan.spec, slots=slots, adapted=(), options=options)
         stages = MeshStages.of(plan.config, spec)
         super().__init__(dataclasses.replace(plan, stages=stages), ())
         paths = (path for path in self.params if path.endswith("attention_norm.scale"))

@@ -2,10 +2,12 @@
 
 The adapter is bfloat16 like the base, which is the fastest setting that peft has. On
 experts, its rank is that of `expert_rank: scaled`, and gate and up share A. peft has no
-dropout there, and hence none in such a model. With gated delta nets, transformers lets
-samples of a row see each other.
+dropout there, and hence none in such a model. Gated delta nets run through
+flash-linear-attention where that is installed; without it, transformers lets samples of
+a row see each other, or refuses.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,7 +62,9 @@ def measure(case: Case, row: Row) -> dict[str, Any]:
     model = _model(case, device)
     drawn = microbatches(case, model.config.vocab_size)
     dtype = getattr(torch, case.dtype)
-    batches = [_parts(m.samples, row.layout, dtype, device) for m in drawn]
+    is_hybrid = "linear_attention" in getattr(model.config, "layer_types", ())
+    parts = functools.partial(_parts, dtype=dtype, device=device, is_hybrid=is_hybrid)
+    batches = [parts(m.samples, row.layout) for m in drawn]
     step = _step(model, [part for batch in batches for part in batch])
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -118,11 +122,15 @@ def _with_adapter(model, case: Case):
 
 
 def _parts(
-    samples: Sequence[TokenizedSample], layout: str, dtype: "torch.dtype", device: str
+    samples: Sequence[TokenizedSample],
+    layout: str,
+    dtype: "torch.dtype",
+    device: str,
+    is_hybrid: bool,
 ) -> list[Part]:
     if layout == "padded":
         return _padded(samples, device)
-    return [_packed(samples, dtype, device)]
+    return [_packed(samples, dtype, device, is_hybrid)]
 
 
 def _num_targets(samples: Sequence[TokenizedSample]) -> int:
@@ -138,7 +146,10 @@ def _labels(sample: TokenizedSample) -> "torch.Tensor":
 
 
 def _packed(
-    samples: Sequence[TokenizedSample], dtype: "torch.dtype", device: str
+    samples: Sequence[TokenizedSample],
+    dtype: "torch.dtype",
+    device: str,
+    is_hybrid: bool,
 ) -> Part:
     """Puts all samples into one row, in which each attends only to itself.
 
@@ -146,6 +157,8 @@ def _packed(
         samples: The samples.
         dtype: Dtype of the block mask.
         device: Where the tensors go.
+        is_hybrid: Whether some layers have a gated delta net, which takes the ends of
+            the samples in place of a mask.
     """
     import torch
 
@@ -160,6 +173,10 @@ def _packed(
         "position_ids": torch.cat(positions)[None].to(device),
         "attention_mask": mask[None, None],
     }
+    if is_hybrid:
+        masks = {"full_attention": mask[None, None], "linear_attention": None}
+        ends = torch.tensor([0, *map(len, ids)], device=device).cumsum(0)
+        inputs |= {"attention_mask": masks, "cu_seq_lens_q": ends}
     labels = torch.cat([_labels(s) for s in samples])[None].to(device)
     return Part(inputs, labels, _num_targets(samples))
 

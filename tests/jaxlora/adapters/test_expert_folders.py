@@ -196,7 +196,7 @@ def test_experts_are_adapted_alike(shapes, tmp_path):
     ("place", "error"),
     [
         ("mlp.gate", "adapts .*mlp.gate, and routers and gates of experts stay frozen"),
-        ("block_sparse_moe.experts.0.w1", "a name of Mixtral's before transformers 5"),
+        ("block_sparse_moe.experts.9.w1", "Is it an adapter of another model"),
         ("mlp.other", "Is it an adapter of another model"),
     ],
 )
@@ -224,32 +224,95 @@ def adapter_of(chosen, shapes) -> Adapter:
     return Adapter(modules=modules)
 
 
-@pytest.mark.parametrize(
-    ("base", "targets", "layout", "warns"),
-    [
-        ("qwen3_moe", "all-linear", "per_expert", False),
-        ("qwen2_moe", "all-linear", "fused", False),
-        ("qwen2_moe", r".*\.experts\..*", "fused", False),
-        ("qwen3_moe_dense", r".*\.experts\..*", "per_expert", False),
-        ("qwen3_moe_dense", "all-linear", "per_expert", True),
-        ("gpt_oss", "all-linear", "fused", False),
-        ("gpt_oss", r".*\.experts\..*\.down_proj", "fused", False),
-    ],
-)
-def test_the_layout_is_one_that_peft_reads(
-    base, targets, layout, warns, tmp_path, caplog
-):
-    """As tried with peft 0.21, which else leaves experts out without a word."""
+def written(base, folder, *, targets="all-linear", **options):
+    """Returns an adapter of ones, and names of tensors and settings of its folder."""
     config = json.loads((GOLDEN / "models" / base / "config.json").read_text())
     config = model_config(config)
     data, shapes = DataConfig(path="a.jsonl"), linear_shapes(config)
-    job = LoraJob(name="a", data=data, rank=2, target_modules=targets)
+    job = LoraJob(name="a", data=data, rank=4, target_modules=targets)
     adapter = adapter_of(choose_modules(job, config).modules, shapes)
     names = {"base_model": "b", "linear_names": list(shapes)}
-    export_peft(adapter, tmp_path / "a", **names)
-    settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    kind = {"model_type": config.model_type}
+    export_peft(adapter, folder, **names, **(kind | options))
+    assert import_peft(folder, shapes).fingerprint() == adapter.fingerprint()
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    start = "base_model.model.model.layers."
+    names = {n.removeprefix(start).removesuffix(".weight") for n in tensors}
+    return names, json.loads((folder / "adapter_config.json").read_text())
+
+
+EXPERTS = r".*\.experts\..*"
+
+
+@pytest.mark.parametrize(
+    ("base", "targets", "layout"),
+    [
+        ("qwen3_moe", "all-linear", "per_expert"),
+        ("qwen3_moe", r".*(q_proj|gate_proj)", "fused"),
+        ("olmoe", "all-linear", "per_expert"),
+        ("mixtral", "all-linear", "per_expert"),
+        ("qwen2_moe", "all-linear", "fused"),
+        ("qwen2_moe", EXPERTS, "fused"),
+        ("gemma4_experts", "all-linear", "fused"),
+        ("gpt_oss", "all-linear", "fused"),
+        ("gpt_oss", r".*\.experts\..*\.down_proj", "fused"),
+        ("qwen3_next", EXPERTS, "per_expert"),
+        ("qwen3_next", "all-linear", "fused"),
+        ("qwen3_5_moe", "all-linear", "fused"),
+        ("qwen3_moe_dense", EXPERTS, "per_expert"),
+        ("qwen3_moe_dense", "all-linear", "fused"),
+    ],
+)
+def test_the_layout_is_one_that_peft_reads(base, targets, layout, tmp_path):
+    """As `tests/live` tries it with peft, which else leaves experts out in silence."""
+    _, settings = written(base, tmp_path / "a", targets=targets)
     assert ("target_parameters" in settings) == (layout == "fused")
-    assert ("cannot read LoRA on model.layers" in caplog.text) == warns
+    _, settings = written(base, tmp_path / "b", targets=targets, model_type=None)
+    assert "target_parameters" in settings
+
+
+def test_linears_that_peft_would_take_for_experts_are_named_as_parameters(tmp_path):
+    dense = [f"model.layers.1.mlp.{x}_proj.weight" for x in ("down", "gate", "up")]
+    for options in ({}, {"model_type": None}):
+        folder = tmp_path / str(len(options))
+        names, settings = written("qwen3_moe_dense", folder, **options)
+        assert settings["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+        assert settings["target_parameters"][2:] == dense
+        assert "1.mlp.gate_proj.lora_A" in names
+    # Of a model that peft does not convert, it takes names for what they are.
+    _, settings = written("qwen2_moe", tmp_path / "b")
+    assert {"gate_proj", "up_proj", "down_proj"} <= {*settings["target_modules"]}
+
+
+def test_names_of_single_experts_are_those_that_others_know(tmp_path):
+    """Those of Mixtral's checkpoints, for peft and vLLM; of Gemma 4, those of vLLM."""
+    names, settings = written("mixtral", tmp_path / "a")
+    assert "1.block_sparse_moe.experts.2.w3.lora_B" in names
+    assert {"w1", "w2", "w3"} <= {*settings["target_modules"]}
+    given = {"expert_layout": "per_expert"}
+    names, _ = written("gemma4_experts", tmp_path / "b", **given)
+    assert {"1.moe.experts.2.up_proj.lora_B", "1.mlp.up_proj.lora_B"} <= names
+    names, _ = written("qwen2_moe", tmp_path / "c", **given)
+    experts = {"mlp.experts.2.up_proj.lora_B", "mlp.shared_expert.up_proj.lora_B"}
+    assert {f"2.{name}" for name in experts} <= names
+
+
+def test_patterns_of_older_folders_name_mixtrals_linears(tmp_path):
+    """With the names of transformers 4, and a rank of w2 of its own."""
+    written("mixtral", tmp_path / "a", targets=EXPERTS)
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / "adapter_model.safetensors")
+    tensors |= {
+        name: np.concatenate([x, x], axis=1 if "lora_B" in name else 0)
+        for name, x in tensors.items()
+        if ".w2." in name
+    }
+    own = {"rank_pattern": {"w2": 2}, "alpha_pattern": {"w2": 7}}
+    folder = change(tmp_path / "a", tmp_path / "b", tensors, **own)
+    config = json.loads((GOLDEN / "models" / "mixtral" / "config.json").read_text())
+    adapter = import_peft(folder, linear_shapes(model_config(config)))
+    down = adapter.modules["model.layers.0.mlp.experts.0.down_proj"]
+    up = adapter.modules["model.layers.0.mlp.experts.0.up_proj"]
+    assert (down.rank, down.lora_alpha, up.rank) == (2, 7.0, 1)
 
 
 def test_a_job_starts_from_what_its_settings_have_trained(model, shapes, tmp_path):

@@ -19,6 +19,12 @@ GEMMA4 = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 2,
 }
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 
 
 def test_gemma_2_has_the_defaults_of_transformers():
@@ -187,6 +193,20 @@ def test_sizes_of_each_layer_of_gemma_4():
     assert (config.full_head_dim, config.full_kv_heads) == (128, 1)
 
 
+def test_experts_of_gemma_4_are_beside_its_mlps():
+    config = model_config(GEMMA4 | EXPERTS)
+    sliding, full = (linears(config, i) for i in (0, 5))
+    for layer in (sliding, full):
+        assert layer["mlp.down_proj"].experts is None
+        down = layer["experts.down_proj"]
+        assert (down.in_features, down.out_features) == (24, config.hidden_size)
+        assert down.names[7] == "experts.7.down_proj"
+    with pytest.raises(ValueError, match="its experts are whole on each device"):
+        check_divides(config, 2)
+    unused = {k: v for k, v in EXPERTS.items() if k != "enable_moe_block"}
+    assert model_config(GEMMA4 | unused) == model_config(GEMMA4)
+
+
 def test_devices_divide_the_heads_of_all_layers_of_gemma_4():
     config = model_config(GEMMA4)
     part = part_config(config, 2)
@@ -199,9 +219,13 @@ def test_devices_divide_the_heads_of_all_layers_of_gemma_4():
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"hidden_size_per_layer_input": 256}, "gemma-4-E2B and .* Dense ones are"),
+        ({"hidden_size_per_layer_input": 256}, "gemma-4-E2B and .* Others are, su"),
         ({"num_kv_shared_layers": 2}, "that share keys and values"),
-        ({"enable_moe_block": True, "num_experts": 8}, "such as gemma-4-26B-A4B, are"),
+        (
+            {"enable_moe_block": True, "num_experts": 8},
+            "without num_experts, top_k_exp",
+        ),
+        ({**EXPERTS, "top_k_experts": 9}, "top_k_experts=9, more than its 8 experts"),
         ({"use_bidirectional_attention": "all"}, "only 'vision' is supp"),
         ({"layer_types": ["sliding_attention"] * 7}, "last layer of a Gemma 4 must be"),
         ({"num_global_key_value_heads": 3}, "has 3 key-value heads of 512 features in"),

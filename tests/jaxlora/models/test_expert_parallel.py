@@ -1,8 +1,10 @@
-"""Devices that share the experts compute what one device computes."""
+"""Devices that share or divide the experts compute what one device computes."""
 
 import dataclasses
 import functools
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,6 @@ from jaxlora.models.forward import SlotKeys
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.structure import linears
 from jaxlora.models.tensor_parallel import check_experts_divide
 from jaxlora.train.execute.stage_passes import StagePasses
 from jaxlora.train.execute.step import CompiledSteps, optimizer_inputs
@@ -62,17 +63,22 @@ BIASED = json.loads((MODELS / "gpt_oss" / "config.json").read_text()) | {
     "num_hidden_layers": 1,
     "num_local_experts": 8,
 }
+# It has a gated delta net, and no attention.
+DELTAS = json.loads((MODELS / "qwen3_next" / "config.json").read_text()) | {
+    "vocab_size": tiny.CONFIG["vocab_size"],
+    "num_hidden_layers": 1,
+    "mlp_only_layers": [],
+    "num_experts": 8,
+}
 INT8 = {"base_format": BaseFormat.named("int8")}
+SHAPES = {"mixture": MIXTURE, "biased": BIASED, "deltas": DELTAS}
 LANES = 4  # microbatches of every run
 
 
-def spec_of(*, is_biased=False, **options) -> DecoderSpec:
-    model = BIASED if is_biased else MIXTURE
-    spec = make_spec(1, model=model, adapted=("q",), **options)
-    names = [name for name in linears(spec.config) if ".experts." in name]
-    slots = dataclasses.replace(spec.slots, expert_rank=2)
-    adapted = tuple(sorted((*spec.adapted, *(f"layers.0.{name}" for name in names))))
-    return dataclasses.replace(spec, slots=slots, adapted=adapted)
+def spec_of(model: str = "mixture", **options) -> DecoderSpec:
+    """A model whose attention and experts have slots."""
+    own = {"adapted": ("q", "experts"), "shape": (("expert_rank", 2),)}
+    return make_spec(1, model=SHAPES[model], **own, **options)
 
 
 def microbatches(only: int | None = None) -> list[PackedBatch]:
@@ -96,7 +102,7 @@ def microbatches(only: int | None = None) -> list[PackedBatch]:
     return found
 
 
-def joined(batches: list[PackedBatch]) -> PackedBatch:
+def joined(batches: Sequence[PackedBatch]) -> PackedBatch:
     return jax.tree.map(lambda *x: np.concatenate(x), *batches)
 
 
@@ -106,7 +112,7 @@ def compiled(
 ) -> tuple[StageSharding, CompiledSteps]:
     placement = ONE_DEVICE if mesh is None else placement_of(mesh)
     sizes = {} if placement.mesh is None else dict(placement.mesh.shape)
-    axes = {name: sizes.get(name, 1) for name in ("fsdp", "expert")}
+    axes = {name: sizes.get(name, 1) for name in ("fsdp", "expert", "tensor")}
     return placement, CompiledSteps(spec.divided(**axes), placement)
 
 
@@ -140,9 +146,8 @@ def step_of(mesh: str | None, wild=None, only=None, **options) -> Step:
             table[wild] = np.nan
     params = {n: put(x, state.params[n].sharding) for n, x in params.items()}
     pending, losses, own = state.pending, 0, settings(spec)
-    lanes = microbatches(only)
-    for ticks in [[one] for one in lanes] if mesh is None else [lanes]:
-        given = own, joined(ticks), KEYS
+    for tick in itertools.batched(microbatches(only), placement.num_lanes):
+        given = own, joined(tick), KEYS
         pending, out, _ = steps.accumulate(base, params, pending, *given)
         losses += np.asarray(out.loss, np.float64).reshape(-1, SLOTS).sum(0)
     for slot in exchanged_slots(range(SLOTS), placement):
@@ -178,8 +183,13 @@ def inputs(spec: DecoderSpec) -> OptimizerInputs:
         pytest.param("data=2,expert=2", {}, marks=pytest.mark.grid),
         pytest.param("expert=4", {"remat": "elementwise"}, marks=pytest.mark.grid),
         pytest.param("expert=4", {"remat": "mlp"}, marks=pytest.mark.grid),
-        pytest.param("fsdp=2,expert=2", {"is_biased": True}, marks=pytest.mark.grid),
+        pytest.param("fsdp=2,expert=2", {"model": "biased"}, marks=pytest.mark.grid),
         pytest.param("fsdp=2,expert=2", INT8, marks=pytest.mark.grid),
+        ("tensor=2", {}),
+        pytest.param("tensor=2", {"remat": "layer"}, marks=pytest.mark.grid),
+        pytest.param("tensor=2", {"model": "biased"}, marks=pytest.mark.grid),
+        pytest.param("fsdp=2,tensor=2", INT8, marks=pytest.mark.grid),
+        pytest.param("tensor=2", {"model": "deltas"}, marks=pytest.mark.grid),
     ],
 )
 def test_losses_gradients_norms_and_the_step(mesh, options):
@@ -223,9 +233,8 @@ def chosen(mesh: str | None, dtype: str) -> list[np.ndarray]:
     takes, gives = ("base", "params", "settings", "batch", "keys"), ("losses", "batch")
     program = arguments.program("routes", run, takes, gives)
     found = []
-    lanes = microbatches()
-    for ticks in [[one] for one in lanes] if mesh is None else [lanes]:
-        _, own = program(base, params, settings(spec), joined(ticks), SlotKeys())
+    for tick in itertools.batched(microbatches(), placement.num_lanes):
+        _, own = program(base, params, settings(spec), joined(tick), SlotKeys())
         found.append(np.asarray(own[0]))
     return [np.sort(np.concatenate(found), axis=-1)]
 

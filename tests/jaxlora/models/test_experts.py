@@ -115,7 +115,10 @@ def test_experts_that_are_stored_in_two_tensors(tmp_path):
     for path, array in single.params.items():
         np.testing.assert_array_equal(fused.params[path], array)
     out = convert(tmp_path, tmp_path / "out", dtype="float32")
-    assert load_model(out).fingerprint == single.fingerprint
+    again = safetensors.numpy.load_file(out / "model.safetensors")
+    assert again.keys() == weights.keys()
+    for name, array in weights.items():
+        np.testing.assert_array_equal(again[name], array)
 
 
 @pytest.mark.parametrize("shape", [(0, 40, 32), (9, 41, 32)])

@@ -252,11 +252,11 @@ KERNELS = {
     ),
     "products": (
         kernels.delta_products,
-        [*[X] * 4, F32, F32, *PLACES, X, X, X, F32],
+        [*[X] * 5, F32, F32, *PLACES, X, X, F32, F32],
     ),
     "gradients": (
         kernels.delta_gradients,
-        [*[X] * 5, F32, F32, *[X] * 4, *PLACES, X, X, F32, F32],
+        [*[X] * 5, F32, *[X] * 4, *PLACES, X, X, F32],
     ),
 }
 # The most bytes that a thread may spill: some registers that are needed once a chunk.

@@ -1,5 +1,6 @@
 """Settings of small runs, what may happen in them, and what they leave."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -27,7 +28,7 @@ from jaxlora.data.tokens.tokenized_data import TokenizedData
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
-from jaxlora.models.structure import linear_shapes
+from jaxlora.models.structure import linear_shapes, tensor_specs
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.chosen_modules import choose_modules
@@ -41,6 +42,27 @@ from jaxlora.run.log import read_events
 from jaxlora.train.job_state import JobState
 from jaxlora.train.open_run import start_job
 from tests import tiny
+
+# ---- the base ------------------------------------------------------------------------
+
+
+def write_base(folder: pathlib.Path, config: dict[str, Any]) -> pathlib.Path:
+    """Writes a model of any family with random weights, and the tiny tokenizer."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    rng, weights = np.random.default_rng(0), {}
+    specs = tensor_specs(model_config(config))
+    for spec in (part for whole in specs for part in whole.parts):
+        size = 0.2 if len(spec.hf_shape) == 1 else spec.hf_shape[1] ** -0.5
+        if spec.hf_name.endswith(".bias"):
+            size = 0.01  # else all tokens are alike, and some expert gets none
+        middle = float(spec.hf_name.endswith(("scale", "layer_scalar")))
+        noise = middle + size * rng.normal(size=spec.hf_shape)
+        weights[spec.hf_name] = noise.astype(np.float32)
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tiny.write_tokenizer(folder)
+    return folder
+
 
 # ---- settings ------------------------------------------------------------------------
 

@@ -5,12 +5,9 @@ import pathlib
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from jaxlora import Trainer
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.models.registry import model_config
-from jaxlora.models.structure import tensor_specs
 from tests import tiny
 from tests.jaxlora.train.mesh_runs import assert_same_on_meshes
 from tests.jaxlora.train.runs import (
@@ -19,6 +16,7 @@ from tests.jaxlora.train.runs import (
     assert_same_bits,
     outcome,
     two_slots,
+    write_base,
 )
 from tests.jaxlora.train.test_bfloat16 import only
 from tests.jaxlora.train.test_contracts import assert_same_training
@@ -38,10 +36,17 @@ FAMILIES = (
     "glm",
     "gemma4",
     "gpt_oss",
+    "gemma4_experts",
 )
 # Their layers are of two kinds, or have blocks of their own.
-UNLIKE = ("qwen3_5", "gemma4", "qwen3_moe", "gpt_oss")
-MESHED = ("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gpt_oss")
+UNLIKE = (
+    *("qwen3_5", "gemma4", "qwen3_moe", "gpt_oss"),
+    pytest.param("gemma4_experts", marks=pytest.mark.grid),
+)
+MESHED = (
+    *("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gpt_oss"),
+    "gemma4_experts",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +55,7 @@ def folder(request, tmp_path_factory) -> pathlib.Path:
     config = golden | {"vocab_size": tiny.CONFIG["vocab_size"]}
     for key in {"num_experts", "num_local_experts"} & golden.keys():
         config[key] = 6  # which devices can divide
-    folder = tmp_path_factory.mktemp("base") / request.param
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    rng = np.random.default_rng(0)
-    weights = {}
-    specs = tensor_specs(model_config(config))
-    for spec in (part for whole in specs for part in whole.parts):
-        size = 0.2 if len(spec.hf_shape) == 1 else spec.hf_shape[1] ** -0.5
-        if spec.hf_name.endswith(".bias"):
-            size = 0.01  # else all tokens are alike, and some expert gets none
-        noise = size * rng.normal(size=spec.hf_shape)
-        weights[spec.hf_name] = noise.astype(np.float32)
-    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    tiny.write_tokenizer(folder)
-    return folder
+    return write_base(tmp_path_factory.mktemp("base") / request.param, config)
 
 
 @pytest.fixture(scope="module")
