@@ -153,8 +153,7 @@ class Checkpoint:
         """Yields the name and the contents of every tensor, for a dense copy.
 
         Quantized linears are dequantized to float32. Scales of activations are left
-        out. Dense tensors are not checked for NaN and infinity. Each linear of an
-        expert is N K; where checkpoints have one tensor, `as_stored` makes it.
+        out. Dense tensors are not checked for NaN and infinity. All linears are N K.
 
         Raises:
             ModelError: A tensor cannot be read, or a quantized linear is not finite.
@@ -166,9 +165,8 @@ class Checkpoint:
                 weight, _ = linears[name].read()
                 yield name, np.asarray(_dequantized(weight))
             elif name not in parts | self.activation_scales:
-                is_transposed = self._has_fused_experts and is_of_expert(name)
                 array = file.array(name)
-                yield name, array.T if is_transposed else array
+                yield name, array.T if self._is_transposed(name) else array
 
     def as_stored(
         self, tensors: Iterable[tuple[str, np.ndarray]], dtype: np.dtype | None
@@ -180,33 +178,25 @@ class Checkpoint:
                 other, as in `files`.
             dtype: Dtype of those of other parts; None: they keep their own.
         """
-        for name, array in self._fused(tensors):
-            yield self.stored_names.get(name, name), array
+
+        def place(tensor: tuple[str, np.ndarray]) -> tuple[str, int]:
+            name, _ = tensor
+            return self.wholes.get(name, (name, 0))
+
+        for (name, num_experts), parts in itertools.groupby(tensors, place):
+            arrays = [x.T if self._is_transposed(own) else x for own, x in parts]
+            whole = arrays[0]
+            if num_experts:
+                rows = np.concatenate(arrays)
+                whole = rows.reshape(num_experts, -1, whole.shape[1])
+            yield self.stored_names.get(name, name), whole
         for name, file in self.other_files.items():
             array = file.array(name)
             yield name, array if dtype is None else array.astype(dtype)
 
-    @property
-    def _has_fused_experts(self) -> bool:
-        return self.config.family.has_fused_experts
-
-    def _fused(
-        self, tensors: Iterable[tuple[str, np.ndarray]]
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields tensors, those of single experts as the one that was divided."""
-
-        def whole(tensor: tuple[str, np.ndarray]) -> tuple[str, int]:
-            name, _ = tensor
-            return self.wholes.get(name, (name, 0))
-
-        for (name, num_experts), group in itertools.groupby(tensors, whole):
-            first, *others = (array for _, array in group)
-            if num_experts and self._has_fused_experts:
-                first = np.stack([array.T for array in (first, *others)])
-            elif num_experts:
-                rows = np.concatenate([first, *others])
-                first = rows.reshape(num_experts, -1, first.shape[1])
-            yield name, first
+    def _is_transposed(self, name: str) -> bool:
+        """Returns whether the checkpoint holds K N of a linear of an expert."""
+        return self.config.family.has_fused_experts and is_of_expert(name)
 
 
 def with_values(config_json: Mapping[str, Any], **values: Any) -> dict[str, Any]:

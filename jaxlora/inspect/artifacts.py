@@ -21,6 +21,8 @@ from jaxlora.hf.files import hub_revision, model_folder, read_json
 from jaxlora.hf.tensor_file import TensorFile
 from jaxlora.models.structure import linear_names
 
+_SHOWN = 8  # missing tensors that are named
+
 
 def inspect_path(
     path: str,
@@ -87,9 +89,11 @@ def _model(source: str, console: Console, revision: str | None) -> None:
     checkpoint = open_checkpoint(folder)
     config, specs = checkpoint.config, checkpoint.specs()
     quantized = checkpoint.quantized.values()
-    wanted = {spec.hf_name for spec in specs}
+    parts = (part for spec in specs for part in spec.parts)
+    wanted = {part.hf_name for part in parts if part.path not in checkpoint.quantized}
     wanted |= {name for linear in quantized for name in linear.tensor_names}
-    missing = wanted - checkpoint.files.keys()
+    missing = sorted(wanted - checkpoint.files.keys())
+    more = [f"and {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
     count = sum(math.prod(spec.shape) for spec in specs)
     linears = collections.Counter(n.rsplit(".", 1)[-1] for n in linear_names(config))
     settings: dict[str, object] = {
@@ -105,7 +109,7 @@ def _model(source: str, console: Console, revision: str | None) -> None:
         "parameters": f"{count:,}",
         "weights of linears": _weights(checkpoint),
         "linears for LoRA": ", ".join(f"{name} x {n}" for name, n in linears.items()),
-        "tensors missing": ", ".join(sorted(missing)) or "none",
+        "tensors missing": ", ".join(missing[:_SHOWN] + more) or "none",
     }
     print_rows(console, f"base model {folder}", settings | extra)
 

@@ -1,15 +1,20 @@
 """Reads a file of another tool, and finds out which tool it is of."""
 
+import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxlora.common.yaml_file import parse_yaml
+from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError, ModelError
 from jaxlora.migrate import axolotl, llama_factory, peft, trl
 from jaxlora.migrate.migration import Migration
+
+if TYPE_CHECKING:
+    from jaxlora.models.config import ModelConfig
 
 _Convert = Callable[[dict[str, Any]], Migration]
 # Keys that only the files of a tool have, and the tool. The first that fits is taken.
@@ -51,8 +56,10 @@ def migrate_file(path: str | os.PathLike) -> Migration:
         if any(key in values for key in keys):
             try:
                 migration = convert({k: _as_yaml_1_1(v, k) for k, v in values.items()})
-                _check_model(migration.run.get("model"))
+                model = _read_model(migration.run.get("model"))
                 migration.drop_invalid()
+                if model is not None and _adapts_experts(migration.job, model):
+                    migration.job["expert_rank"] = "full"
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from error
             return migration
@@ -75,13 +82,13 @@ def _check_script(path: pathlib.Path, text: str) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
-    """Refuses a base model that is here and cannot be used."""
+def _read_model(model: Any) -> "ModelConfig | None":
+    """Reads a base model that is here, and refuses one that cannot be used."""
     if not isinstance(model, str) or "\0" in model:
-        return
+        return None
     folder = pathlib.Path(model)
     if not (folder / "config.json").is_file():
-        return
+        return None
     # Imported late, because most settings name a model that is not here.
     from jaxlora.hf.files import read_json
     from jaxlora.hf.quantized.config import read_quantization
@@ -89,10 +96,29 @@ def _check_model(model: Any) -> None:
 
     try:
         config = read_json(folder / "config.json")
-        model_config(config)
+        found = model_config(config)
         read_quantization(config)
     except ModelError as error:
         raise ConfigError(f"the model {folder} cannot be used: {error}") from error
+    return found
+
+
+def _adapts_experts(job: Mapping[str, Any], model: "ModelConfig") -> bool:
+    """Returns whether a job adapts experts, whose rank others do not scale."""
+    from jaxlora.adapters.targets import Targets, choose_linears
+    from jaxlora.common.patterns import Patterns
+    from jaxlora.models.config import is_of_expert
+    from jaxlora.models.structure import linear_names
+
+    fields = {field.name for field in dataclasses.fields(Targets)} & job.keys()
+    given = {"target_modules": LoraJob.model_fields["target_modules"].default}
+    given |= {name: job[name] for name in fields}
+    targets = Targets(where="the job", **given)
+    try:
+        names = choose_linears(targets, linear_names(model), Patterns("the job"))
+    except ConfigError:  # which training reports, with the job's name
+        return False
+    return any(map(is_of_expert, names))
 
 
 def _as_yaml_1_1(value: Any, key: str) -> Any:

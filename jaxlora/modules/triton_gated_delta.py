@@ -52,22 +52,28 @@ def _tile(num_warps: int, num_stages: int, **sizes: int) -> Tile:
 
 
 # The fastest of those measured on one H200 on 2026-11-30; see
-# docs/measured/portable_kernels.md. A thread spills some registers at most, which it
+# docs/measured/portable_kernels.md. A thread spills some registers, most of which it
 # needs once a chunk.
 TILES = Tiles(
-    prepare=_tile(2, 1),
+    prepare=_tile(2, 2),
     forward=_tile(2, 2, COLUMNS=32),
     backward=_tile(2, 2, COLUMNS=32),
     products=_tile(4, 3, COLUMNS=32),
-    gradients=_tile(4, 1, KEYS=32, COLUMNS=128),
+    gradients=_tile(4, 1, KEYS=64, COLUMNS=128),
 )
-# With Hopper's own products, which take 64 rows at least.
+# With Hopper's own products, which take 64 rows at least. Of the kernels of gradients,
+# some that load ahead had other bits from run to run on an H200.
 TILES_HOPPER = TILES._replace(
-    forward=_tile(4, 2, COLUMNS=64), backward=_tile(4, 2, COLUMNS=64)
+    forward=_tile(4, 2, COLUMNS=64),
+    backward=_tile(4, 2, COLUMNS=64),
+    products=_tile(4, 1, COLUMNS=128),
 )
 # Two stages of the scans take 66 KiB, so one program would run on a multiprocessor.
 TILES_SMALL_SHARED_MEMORY = TILES._replace(
-    forward=_tile(4, 1, COLUMNS=64), backward=_tile(4, 1, COLUMNS=64)
+    prepare=_tile(2, 1),
+    forward=_tile(4, 1, COLUMNS=64),
+    backward=_tile(4, 1, COLUMNS=64),
+    gradients=_tile(4, 1, KEYS=64, COLUMNS=64),
 )
 _SMALL_SHARED_MEMORY = 86, 89, 120  # capabilities with 99 KiB for a block
 # Operands of float32 take twice the registers, and spill some.

@@ -53,8 +53,8 @@ programs fit a multiprocessor.
 **The inverse** must not be computed by powers of A, which grow without bounds where
 keys are alike, while X remains small. Here the inverses of blocks on the diagonal, of
 size 1, 2, 4 and so on, are joined in pairs: the block below them is -X_22 A_21 X_11.
-All pairs of a size are one batched product, in three terms of tf32, as rounding to tf32
-would be magnified.
+All pairs of a size are one batched product, in three terms of bfloat16 (of tf32 where
+the arrays are of float32), as the rounding of one would be magnified.
 
 **States in memory.** Only a chunk that is not its sample's first needs the state that
 enters it. No two of these begin in the same 64 rows, so `row // 64` is a slot of its
@@ -80,7 +80,6 @@ import triton.language as tl
 CHUNK = tl.constexpr(64)
 SPAN = tl.constexpr(256)  # a scan's program does the samples that begin in so many rows
 _BLOCK = tl.constexpr(16)
-_EXACT = tl.constexpr("tf32x3")
 # dbeta is dv n / beta^2, which must not be 0 / 0.
 _LEAST_BETA = tl.constexpr(2.0**-50)
 
@@ -269,19 +268,21 @@ def _two(x):
 
 @triton.jit
 @typing.no_type_check
-def _sandwich(left, middle, right):
-    """Returns the products of three batches of matrices."""
-    inner = tl.dot(middle, right, input_precision=_EXACT)
-    return tl.dot(left, inner, input_precision=_EXACT)
+def _sandwich(left, middle, right, PRECISION: tl.constexpr):
+    """Returns the products of three batches of matrices of float32, in three terms."""
+    EXACT: tl.constexpr = "bf16x3" if PRECISION == "tf32" else PRECISION
+    inner = tl.dot(middle, right, input_precision=EXACT)
+    return tl.dot(left, inner, input_precision=EXACT)
 
 
 @triton.jit
 @typing.no_type_check
-def _inverses(a):
+def _inverses(a, PRECISION: tl.constexpr):
     """Returns the inverses of 1 + a, where a is zero but below the diagonal.
 
     Args:
         a: Matrices, [4, 16, 16].
+        PRECISION: That of the kernel.
     """
     i = tl.arange(0, _BLOCK)[None, :, None]
     j = tl.arange(0, _BLOCK)[None, None, :]
@@ -289,7 +290,7 @@ def _inverses(a):
     for level in tl.static_range(1, 4):
         # From blocks of 2**level on the diagonal to those of twice the size.
         siblings = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
-        x -= _sandwich(x, tl.where(siblings, a, 0.0), x)
+        x -= _sandwich(x, tl.where(siblings, a, 0.0), x, PRECISION)
     return x
 
 
@@ -349,6 +350,7 @@ def delta_prepare(
     i = tl.arange(0, _BLOCK)
     all_rows = _BLOCK * tl.arange(0, 4)[:, None] + i[None, :]
     even_rows = 2 * _BLOCK * tl.arange(0, 2)[:, None] + i[None, :]
+    odd_rows = even_rows + _BLOCK
     diagonal = i[None, :, None] >= i[None, None, :]
     below = i[None, :, None] > i[None, None, :]
     QK: tl.constexpr = HK * K
@@ -366,19 +368,23 @@ def delta_prepare(
         qk_half = tl.zeros((2 * _BLOCK, 2 * _BLOCK), tl.float32)
         for feature in range(0, KP, W):
             keys = _batch(k, all_rows, live, QK, W, feature, K)
-            kk = _products(keys, keys, kk, PRECISION)
             queries = _batch(q, all_rows, live, QK, W, feature, K)
+            even_keys = _batch(k, even_rows, live, QK, W, feature, K)
+            odd_keys = _batch(k, odd_rows, live, QK, W, feature, K)
+            odd_queries = _batch(q, odd_rows, live, QK, W, feature, K)
+            first_keys = tl.trans(_half(k, 0, live, QK, W, feature, K))
+            second_keys = _half(k, 2 * _BLOCK, live, QK, W, feature, K)
+            second_queries = _half(q, 2 * _BLOCK, live, QK, W, feature, K)
+            kk = _products(keys, keys, kk, PRECISION)
             qk = _products(queries, keys, qk, PRECISION)
-            keys = _batch(k, even_rows, live, QK, W, feature, K)
-            later = _batch(k, even_rows + _BLOCK, live, QK, W, feature, K)
-            kk_pair = _products(later, keys, kk_pair, PRECISION)
-            later = _batch(q, even_rows + _BLOCK, live, QK, W, feature, K)
-            qk_pair = _products(later, keys, qk_pair, PRECISION)
-            keys = tl.trans(_half(k, 0, live, QK, W, feature, K))
-            below_rows = _half(k, 2 * _BLOCK, live, QK, W, feature, K)
-            kk_half = tl.dot(below_rows, keys, kk_half, input_precision=PRECISION)
-            below_rows = _half(q, 2 * _BLOCK, live, QK, W, feature, K)
-            qk_half = tl.dot(below_rows, keys, qk_half, input_precision=PRECISION)
+            kk_pair = _products(odd_keys, even_keys, kk_pair, PRECISION)
+            qk_pair = _products(odd_queries, even_keys, qk_pair, PRECISION)
+            kk_half = tl.dot(
+                second_keys, first_keys, kk_half, input_precision=PRECISION
+            )
+            qk_half = tl.dot(
+                second_queries, first_keys, qk_half, input_precision=PRECISION
+            )
         # Addresses hoisted out of the loop would take the products' registers.
         for member in tl.range(0, H // HK, disable_licm=True):
             at = base * H + key_head * (H // HK) + member
@@ -400,15 +406,16 @@ def delta_prepare(
             _store_square(p_ptr + at * CHUNK, p, p_below, size, H * CHUNK)
 
             each = tl.reshape(beta, (4, _BLOCK))
-            x = _inverses(tl.where(below, kk * decay * each[:, :, None], 0.0))
+            a = tl.where(below, kk * decay * each[:, :, None], 0.0)
+            x = _inverses(a, PRECISION)
             x_even, x_odd = _split_pairs(x)
             _, odd = _pairs(beta)
             a = kk_pair * decay_pair * odd[:, :, None]
-            x = _joined(x_even, -_sandwich(x_odd, a, x_even), x_odd)
+            x = _joined(x_even, -_sandwich(x_odd, a, x_even, PRECISION), x_odd)
             x_first, x_second = _two(x)
             _, second = _halves(beta)
             a = kk_half * decay_half * second[:, None]
-            x_below = -_sandwich(x_second, a, x_first)
+            x_below = -_sandwich(x_second, a, x_first, PRECISION)
             _store_square(x_ptr + at * CHUNK, x, x_below, size, H * CHUNK)
         row += size
 

@@ -72,6 +72,15 @@ def test_resume(clone, capsys):
     assert capsys.readouterr().out.count("the same bits") == 2
 
 
+@pytest.mark.grid  # `test_kinds_on_experts.py` trains all kinds of jobs on experts
+def test_experts(clone, capsys):
+    result = run_script("experts")["result"]
+    losses = {job.name: job.progress.last_eval for job in result.jobs}
+    assert losses["whole_rank"] < losses["experts"] < losses["attention"] - 0.1
+    shapes = capsys.readouterr().out
+    assert "lora_A.weight (4, 48)" in shapes and "lora_A.weight (8, 48)" in shapes
+
+
 def test_own_flax_model(clone):
     first, last = runpy.run_path("examples/own_flax_model.py")["main"]()
     assert (last < first / 4).all()

@@ -168,6 +168,8 @@ def test_adapters_of_experts(
     torch, transformers, peft, tmp_path, case, has_others, are_alike, is_known
 ):
     """peft reads the folder whether or not `export_peft` knows the kind of the base."""
+    # Gated delta nets magnify rounding.
+    own = 2e-4 if case in ("qwen3_next", "qwen3_5_moe") else 1e-5
     model = load_model(MODELS / case, dtype="float32")
     shapes = linear_shapes(model.config)
     adapter = expert_adapter(shapes, are_alike=are_alike)
@@ -189,13 +191,13 @@ def test_adapters_of_experts(
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, 64)
     wanted = torch_logits(torch, theirs, tokens)
     ours, again = adapter_logits(model, [adapter, read], [tokens, tokens])
-    assert relative_error(ours, wanted) < 1e-5
-    assert relative_error(again, wanted) < 1e-5
+    assert relative_error(ours, wanted) < own
+    assert relative_error(again, wanted) < own
     with theirs.disable_adapter():
         assert relative_error(torch_logits(torch, theirs, tokens), wanted) > 1e-2
     merged = merge_adapter(model.folder, folder, tmp_path / "merged")
     merged_logits = torch_logits(torch, causal_lm(torch, transformers, merged), tokens)
-    assert relative_error(merged_logits, wanted) < 5e-5
+    assert relative_error(merged_logits, wanted) < 5 * own
 
 
 def test_a_training_run(torch, transformers, peft, tmp_path, monkeypatch):

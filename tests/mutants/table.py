@@ -643,8 +643,8 @@ _PLANS = (
     ),
     _mutant(
         "of equally fast meshes, the one with the most devices is taken",
-        "simpler = sizes.num_devices, sizes.tensor,",
-        "simpler = -sizes.num_devices, sizes.tensor,",
+        "simpler = sizes.num_devices, *inner,",
+        "simpler = -sizes.num_devices, *inner,",
         "tests/jaxlora/plan/mesh/test_choose.py::test_fewer_devices_are_taken_if_more_are_no_faster",
     ),
     _mutant(

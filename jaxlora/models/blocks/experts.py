@@ -44,30 +44,29 @@ class ExpertLinears(nnx.Module):
         shape: ExpertShape,
         *,
         name: str = "mlp.experts",
-        activation: Callable[[Any, Any], Any] = swiglu,
+        activation: Callable[..., Any] = swiglu,
         fused: bool = False,
     ):
-        """Makes the linears.
+        """Makes the modules.
 
         Args:
-            config: The model. With `mlp_bias`, linears have biases.
+            config: The model. With `mlp_bias`, the linears have biases.
             make: Makes them.
             shape: The mixture.
             name: Path inside the layer.
-            activation: Makes what `down` takes of gate and up.
-            fused: Whether one linear, `gate_up_proj`, makes gate and up, a feature of
-                the one next to that of the other, and checkpoints have one tensor of
-                all experts.
+            activation: Makes what `down` takes of gate and up, or of what is both.
+            fused: Whether one linear, `gate_up_proj`, makes gate and up, and
+                checkpoints have one tensor of all experts.
         """
-        self.num_experts, self.parts = shape.number, config.expert_parts
-        self.implementation, self.activation = make.options.implementation, activation
+        d, f = config.hidden_size, shape.features
+        self.num_held = shape.number // config.expert_parts
+        self.parts, self.activation = config.expert_parts, activation
+        self.implementation, self.fused = make.options.implementation, fused
         # Those of the microbatches of all devices that share the experts.
         most = make.options.most_adapters
         self.most_adapters = None if most is None else most * self.parts
-        d, f = config.hidden_size, shape.features
         given: dict[str, Any] = {"use_bias": config.mlp_bias, "is_one_tensor": fused}
         read: dict[str, Any] = {"role": "column", **given}
-        self.fused = fused
         if fused:
             self.gate_up_proj = make.expert_linear(
                 f"{name}.gate_up_proj", d, 2 * f, shape, **read
@@ -101,10 +100,10 @@ class ExpertLinears(nnx.Module):
             chosen: Numbers of a row's experts.
             routing: Slot of each row.
         """
-        num_held, first_one = self.num_experts // self.parts, 0
+        first_one = 0
         if self.parts > 1:
             x, weights, routing = to_experts(x), to_experts(weights), _of_all(routing)
-            first_one = first_expert(num_held)
+            first_one = first_expert(self.num_held)
             chosen = all_rows(chosen) - first_one
         first, last = self.input_linears, self.down_proj
         slots = [one.slots.num_slots for one in (*first, last) if one.slots is not None]
@@ -115,7 +114,7 @@ class ExpertLinears(nnx.Module):
         plan = route_rows(
             chosen,
             blocks,
-            num_held,
+            self.num_held,
             num_adapters,
             most_adapters=num_adapters if most is None else min(most, num_adapters),
             num_parts=self.parts,
@@ -129,8 +128,6 @@ class ExpertLinears(nnx.Module):
         read = [
             y for call in calls for y in expert_linears(copies, call, plan, **kernels)
         ]
-        if self.fused:
-            read = [read[0][:, 0::2], read[0][:, 1::2]]
         y = expert_output(self.activation(*read), after, weights, plan, **kernels)
         if self.parts == 1:
             return y
@@ -151,18 +148,16 @@ class Experts(nnx.Module):
         shape: ExpertShape,
         *,
         router: str = "mlp.gate",
-        activation: Callable[[Any, Any], Any] = swiglu,
-        fused: bool = False,
+        **experts: Any,
     ):
         """Makes the modules.
 
         Args:
-            config: The model. With `mlp_bias`, router and linears have biases.
+            config: The model. With `mlp_bias`, the router has a bias.
             make: Makes them.
             shape: The mixture.
             router: Path of the router inside a layer of a checkpoint.
-            activation: See `ExpertLinears`, as for `fused`.
-            fused: Whether one linear makes gate and up.
+            **experts: Options of `ExpertLinears`.
         """
         self.shape = shape
         self.gate = make.weight(
@@ -171,11 +166,9 @@ class Experts(nnx.Module):
             ("D", "X"),
             transpose=True,
         )
-        bias = (shape.number,), f"{router}.bias", ("X",)
+        bias = (shape.number,), f"{router}.bias", ("N",)  # each device has the router
         self.gate_bias = make.weight(*bias) if config.mlp_bias else None
-        self.experts = ExpertLinears(
-            config, make, shape, activation=activation, fused=fused
-        )
+        self.experts = ExpertLinears(config, make, shape, **experts)
         if (shared := shape.shared_features) is not None:
             name = "mlp.shared_expert"
             self.shared_expert = Mlp(config, make, name=name, features=shared)

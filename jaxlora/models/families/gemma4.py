@@ -42,7 +42,7 @@ from jaxlora.models.hf_config import (
 from jaxlora.modules.norm import rms_norm
 from jaxlora.modules.rows import Rows
 
-_UNDIVIDED = "the MLP beside its experts is whole on each device"
+_UNDIVIDED = "its experts are whole on each device"
 _SMALL = "such as gemma-4-E2B and gemma-4-E4B"
 _REFUSED = {
     "hidden_size_per_layer_input": f"embeddings for each layer, {_SMALL}",

@@ -77,22 +77,23 @@ class GptOssLayer(DecoderLayer):
 
 
 def clamped_gate(
-    gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float, limit: float
+    gate_up: Float[Array, "T FF"], *, slope: float, limit: float
 ) -> Float[Array, "T F"]:
     """`(up + 1) * gate * sigmoid(slope * gate)`, in float32, rounded once.
 
-    The gate is at most `limit` before, and the magnitude of up is. The backward pass
-    keeps gate and up and no more.
+    Each feature of the gate has that of up beside it. The gate is at most `limit`
+    before, and the magnitude of up is. The backward pass keeps the two and no more.
     """
 
     @jax.checkpoint
-    def run(gate, up):
-        wide, other = gate.astype(jnp.float32), up.astype(jnp.float32)
-        wide = jnp.where(wide > limit, limit, wide)
-        other = jnp.where(jnp.abs(other) > limit, jnp.sign(other) * limit, other)
-        return ((other + 1) * wide * jax.nn.sigmoid(slope * wide)).astype(gate.dtype)
+    def run(gate_up):
+        wide = gate_up.astype(jnp.float32)
+        gate, up = wide[:, 0::2], wide[:, 1::2]
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
+        return ((up + 1) * gate * jax.nn.sigmoid(slope * gate)).astype(gate_up.dtype)
 
-    return run(gate, up)
+    return run(gate_up)
 
 
 class GptOss(Mixture):

@@ -162,6 +162,14 @@ def test_outputs_never_replace_what_is_read(folder, capsys, tmp_path):
     assert (tmp_path / "settings.yaml").read_text() == text
 
 
+def test_inspect_of_a_model_whose_experts_share_tensors(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    folder = pathlib.Path(__file__).parents[2] / "golden" / "models" / "qwen3_6_moe"
+    text = " ".join(said(capsys, "inspect", folder).split())
+    assert "tensors missing │ none" in text
+    assert "has_experts │ 2 layers: True" in text
+
+
 def test_inspect(folder, capsys):
     text = said(capsys, "inspect", folder / "model")
     assert "hidden_size" in text and "tensors missing" in text and "none" in text

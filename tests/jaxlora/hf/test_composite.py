@@ -3,6 +3,7 @@
 import json
 import logging
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -105,19 +106,44 @@ def test_gemma_4_is_read_and_merged_beside_vision(caplog, tmp_path):
     assert "tensors of other parts (model.embed_vision" in caplog.text
     checkpoint.check()
     name = "model.language_model.layers.1.self_attn.k_proj"  # of values, too
-    shapes = linear_shapes(checkpoint.config)
-    (k, n), rng = shapes[name], np.random.default_rng(0)
-    tensors = {"lora_a": rng.normal(size=(k, 2)), "lora_b": rng.normal(size=(2, n))}
-    tensors = {key: x.astype(np.float32) for key, x in tensors.items()}
-    weights = LoraWeights(tensors=tensors, rank=2, lora_alpha=2.0)
-    adapter = Adapter(modules={name: weights})
+    assert changed_by(base, [name], tmp_path) == [f"{name}.weight"]
+
+
+def test_experts_of_a_qwen3_6_are_merged_beside_vision_and_further_tokens(
+    caplog, tmp_path
+):
+    """The experts of a layer stay two tensors."""
+    golden, base = BASE.parent / "qwen3_6_moe", tmp_path / "base"
+    shutil.copytree(golden, base)
+    of_mtp = {"mtp.layers.0.mlp.experts.down_proj": np.ones((5, 3, 2), np.float32)}
+    file = base / "model.safetensors"
+    safetensors.numpy.save_file(read(golden) | of_mtp, file, {"format": "pt"})
+    with caplog.at_level(logging.INFO):
+        checkpoint = open_checkpoint(base)
+    assert "tensors of other parts (model.visual" in caplog.text
+    checkpoint.check()
+    experts = [n for n in linear_names(checkpoint.config) if ".1.mlp.experts." in n]
+    some = [name for name in experts if name.endswith("up_proj")]
+    block = "model.language_model.layers.1.mlp.experts"
+    assert changed_by(base, some, tmp_path) == [f"{block}.gate_up_proj"]
+
+
+def changed_by(base, modules, tmp_path) -> list[str]:
+    """Names of the tensors that a merged adapter of these linears changes."""
+    shapes, rng = linear_shapes(open_checkpoint(base).config), np.random.default_rng(0)
+
+    def weights(k, n):
+        tensors = {"lora_a": rng.normal(size=(k, 2)), "lora_b": rng.normal(size=(2, n))}
+        tensors = {key: x.astype(np.float32) for key, x in tensors.items()}
+        return LoraWeights(tensors=tensors, rank=2, lora_alpha=2.0)
+
+    adapter = Adapter(modules={name: weights(*shapes[name]) for name in modules})
     names = {"base_model": str(base), "linear_names": tuple(shapes)}
     folder = export_peft(adapter, tmp_path / "adapter", **names)
     merged = read(merge_adapter(base, folder, tmp_path / "merged"))
     before = read(base)
     assert merged.keys() == before.keys()
-    changed = [key for key, x in before.items() if not np.array_equal(x, merged[key])]
-    assert changed == [f"{name}.weight"]
+    return [key for key, x in before.items() if not np.array_equal(x, merged[key])]
 
 
 def test_the_text_of_a_qwen3_5_is_found_beside_vision_and_further_tokens(tmp_path):

@@ -153,6 +153,25 @@ def test_a_model_that_is_here_is_read(tmp_path, change, match):
 
 
 @pytest.mark.parametrize(
+    ("targets", "rank"),
+    [
+        ("lora_target_linear: true", "full"),
+        ("lora_target_modules: [q_proj]", None),
+        ("lora_target_modules: [nothing]", None),
+    ],
+)
+def test_the_rank_of_experts_is_that_of_the_adapter(tmp_path, targets, rank):
+    """As in PEFT; here it would be divided by the experts that a token passes."""
+    models = pathlib.Path(__file__).parents[2] / "golden" / "models"
+    path = tmp_path / "other.yml"
+    text = ON_FILE.replace(": m\n", f": {models / 'olmoe'}\n")
+    path.write_text(f"{text}{targets}\n")
+    assert migrate_file(path).job.get("expert_rank") == rank
+    path.write_text(path.read_text().replace("olmoe", "llama2"))
+    assert "expert_rank" not in migrate_file(path).job
+
+
+@pytest.mark.parametrize(
     ("name", "text", "match"),
     [
         ("train.py", "base_model: m\n", "docs/howto/from_peft.md"),

@@ -37,15 +37,18 @@ FAMILIES = (
     "gemma4",
     "gpt_oss",
     "gemma4_experts",
+    "qwen3_next",
+    "qwen3_5_moe",
 )
 # Their layers are of two kinds, or have blocks of their own.
 UNLIKE = (
     *("qwen3_5", "gemma4", "qwen3_moe", "gpt_oss"),
     pytest.param("gemma4_experts", marks=pytest.mark.grid),
+    pytest.param("qwen3_next", marks=pytest.mark.grid),
 )
 MESHED = (
     *("smollm3", "qwen3_moe", "ministral3", "qwen3_5", "gemma4", "gpt_oss"),
-    "gemma4_experts",
+    *("gemma4_experts", "qwen3_next"),
 )
 
 
