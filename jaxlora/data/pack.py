@@ -147,6 +147,20 @@ def split_by_segment_limit(
     return [tuple(part) for part in parts]
 
 
+def split_by_jobs(microbatch: Microbatch, max_jobs: int) -> list[Microbatch]:
+    """Splits a microbatch, in order, into parts with samples of at most so many jobs.
+
+    Args:
+        microbatch: The groups of samples; those of one job are adjacent.
+        max_jobs: Most jobs in one part.
+    """
+    jobs = list(dict.fromkeys(sample.owner for sample in microbatch))
+    return [
+        tuple(s for s in microbatch if s.owner in jobs[i : i + max_jobs])
+        for i in range(0, max(1, len(jobs)), max_jobs)
+    ]
+
+
 def pack_tick(
     microbatches: Sequence[Microbatch],
     batches: Mapping[int, JobBatch],

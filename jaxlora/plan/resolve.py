@@ -78,6 +78,17 @@ def resolve(
         _check_mesh(plan.config, model, machine)
         _check_adapters(plan.config, model, jobs)
     notes = [*plan.notes, *padding_notes]
+    if (most := plan.spec.options.most_adapters) is not None:
+        split = ""
+        if config.packer != "joint":
+            split = f"; what the packer {config.packer} makes is split so"
+        notes.append(
+            Note(
+                f"adapters_per_microbatch: at most {most} of {plan.num_slots} adapters "
+                f"share a microbatch, as each fills whole blocks of each expert's rows"
+                f"{split}"
+            )
+        )
     if plan.spec.options.base_format is not None:
         notes.append(Note(f"base: {describe_base(plan.spec)}"))
     if machine.profiles:
