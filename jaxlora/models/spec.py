@@ -67,10 +67,13 @@ class DecoderSpec:
 
     @property
     def num_expert_slots(self) -> int:
-        """Number of slots that the rows of experts tell apart; 1 if none adapts any."""
+        """Most slots of a microbatch that experts tell apart; 1 if none adapts any."""
         if self.slots is None or not any(".experts." in path for path in self.adapted):
             return 1
-        return self.slots.num_slots
+        most, num_slots = self.options.most_adapters, self.slots.num_slots
+        if most is None:
+            return num_slots
+        return min(num_slots, most * self.config.expert_parts)
 
     @property
     def has_embedding(self) -> bool:

@@ -218,16 +218,19 @@ def test_one_expert_at_a_time_is_held_dense(folders, monkeypatch):
     assert model.params[f"{spec.path}.values"].shape == (5, 64, 64)
 
 
-def write_quantized(folder, kind, *, dense=()):
+def write_quantized(folder, kind, *, dense=(), family="qwen3_moe", num_layers=2):
     """Writes a checkpoint whose experts are of a kind; returns what it stands for.
 
     Args:
         folder: Folder to make.
         kind: Key of `stored.KINDS` or `stored.BLOCKS`.
         dense: Parts of names of experts' linears that stay dense.
+        family: Key of `CONFIGS`.
+        num_layers: Number of layers.
     """
     quantization, quantize, _ = (stored.KINDS | stored.BLOCKS)[kind]
-    config, wanted = config_of("qwen3_moe"), weights_of(config_of("qwen3_moe"))
+    config = config_of(family) | {"num_hidden_layers": num_layers}
+    wanted = weights_of(config)
     weights = dict(wanted)
     for name in [name for name in weights if ".experts." in name]:
         if not any(part in name for part in dense):
