@@ -220,6 +220,9 @@ def pack_microbatch(
     labels: Any = np.zeros_like(token_ids)
     labels[:-1] = token_ids[1:]
     labels[ends - 1] = 0  # nothing follows the last token of a sample
+    for start, run in zip(starts, runs, strict=True):
+        if run.of is not None and (own := run.of[1].labels) is not None:
+            labels[start : start + run.length] = own
     positions = np.arange(limits.capacity, dtype=np.int32) - by_row(starts)
     positions[by_row(run.of is None for run in runs) > 0] = 0
     slots = by_row(-1 if run.of is None else run.of[0].slot for run in runs)

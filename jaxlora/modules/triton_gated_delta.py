@@ -53,13 +53,14 @@ def _tile(num_warps: int, num_stages: int, **sizes: int) -> Tile:
 
 # The fastest of those measured on one H200 on 2026-11-30; see
 # docs/measured/portable_kernels.md. A thread spills some registers, most of which it
-# needs once a chunk.
+# needs once a chunk. A kernel that spills may take 48 KiB of shared memory at most: of
+# more, jaxlib takes all that there is, and leaves no cache for what is spilled.
 TILES = Tiles(
     prepare=_tile(2, 2),
     forward=_tile(2, 2, COLUMNS=32),
     backward=_tile(2, 2, COLUMNS=32),
     products=_tile(4, 3, COLUMNS=32),
-    gradients=_tile(4, 1, KEYS=64, COLUMNS=128),
+    gradients=_tile(4, 1, KEYS=64, COLUMNS=64),
 )
 # With Hopper's own products, which take 64 rows at least. Of the kernels of gradients,
 # some that load ahead had other bits from run to run on an H200.
@@ -67,13 +68,13 @@ TILES_HOPPER = TILES._replace(
     forward=_tile(4, 2, COLUMNS=64),
     backward=_tile(4, 2, COLUMNS=64),
     products=_tile(4, 1, COLUMNS=128),
+    gradients=_tile(4, 1, KEYS=64, COLUMNS=128),
 )
 # Two stages of the scans take 66 KiB, so one program would run on a multiprocessor.
 TILES_SMALL_SHARED_MEMORY = TILES._replace(
     prepare=_tile(2, 1),
     forward=_tile(4, 1, COLUMNS=64),
     backward=_tile(4, 1, COLUMNS=64),
-    gradients=_tile(4, 1, KEYS=64, COLUMNS=64),
 )
 _SMALL_SHARED_MEMORY = 86, 89, 120  # capabilities with 99 KiB for a block
 # Operands of float32 take twice the registers, and spill some.

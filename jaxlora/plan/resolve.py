@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
+from jaxlora.adapters.files.expert_tensors import unread_layout
 from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
@@ -11,6 +12,7 @@ from jaxlora.config.sweep_config import Sweep
 from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
 from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.structure import linear_names
 from jaxlora.plan.job.planned_model import PlannedModel, describe_base
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.job.slot_spec import needed
@@ -51,9 +53,13 @@ def resolve(
         ConfigError: The mesh does not fit the devices or the model, no mesh has enough
             memory, no kernels or attention can run the model here, the slots or a
             microbatch cannot hold a job, or the run does not fit into memory by
-            estimate; or a sweep compares losses on different samples.
+            estimate; or a sweep compares losses on different samples; or no other
+            program would read the folders.
     """
     check_comparable(config.sweep, jobs)
+    names = linear_names(model.config)
+    if (reason := unread_layout(config.expert_layout, names)) is not None:
+        raise ConfigError(reason)
     jobs = [job for job in jobs if job.name not in ended]
     if shapes := config.replica_shapes:
         own = MeshSizes(tensor=shapes[0].tensor)

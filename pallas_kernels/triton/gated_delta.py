@@ -388,7 +388,7 @@ def delta_prepare(
         # Addresses hoisted out of the loop would take the products' registers.
         for member in tl.range(0, H // HK, disable_licm=True):
             at = base * H + key_head * (H // HK) + member
-            beta = _load_gates(beta_ptr + at, live, H)
+            beta = _load_betas(beta_ptr + at, live, H)
             total = tl.cumsum(_load_gates(g_ptr + at, live, H), 0)
             rows = tl.arange(0, CHUNK)
             tl.store(sum_ptr + at + rows * H, total, mask=rows < size)
@@ -823,6 +823,7 @@ def delta_gradients(
     QK: tl.constexpr = HK * K
     VALUES: tl.constexpr = H * E
     EXTENT: tl.constexpr = H * E * KP
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     i = tl.arange(0, CHUNK)
     state_at = tl.arange(0, COLUMNS)[:, None] * KP + tl.arange(0, KEYS)[None, :] + first
     while row < limit:
@@ -836,7 +837,12 @@ def delta_gradients(
         after = tl.where(is_last, zeros, row // CHUNK + 1).to(tl.int64) * EXTENT
         keys = base * QK + key_head * K
         dq = tl.zeros((CHUNK, KEYS), tl.float32)
-        dk = tl.zeros((CHUNK, KEYS), tl.float32)
+        # The gradients of k, from what the state knows of it and what it writes.
+        known = tl.zeros((CHUNK, KEYS), tl.float32)
+        written = tl.zeros((CHUNK, KEYS), tl.float32)
+        # Their products with q and k, before a head is added.
+        before = tl.zeros((CHUNK,), tl.float32)
+        written_before = 0.0
         for member in tl.range(0, H // HK, num_stages=1, disable_licm=True):
             head = key_head * (H // HK) + member
             gates = base * H + head
@@ -844,10 +850,9 @@ def delta_gradients(
             at = head * (E * KP) + state_at
             total = _load_gates(sum_ptr + gates, live, H)
             last = tl.load(sum_ptr + gates + (size - 1) * H)
-            # Products of do with S, of dv with S, and of n with dS'.
-            read = tl.zeros((CHUNK, KEYS), tl.float32)
-            known = tl.zeros((CHUNK, KEYS), tl.float32)
-            written = tl.zeros((CHUNK, KEYS), tl.float32)
+            fade = tl.exp(total)[:, None]
+            to_read = fade * SCALE
+            to_end = tl.exp(last - total)[:, None]
             both = tl.zeros((COLUMNS,), tl.float32)
             for column in range(0, E, COLUMNS):
                 state = tl.load(state_ptr + slot + column * KP + at)
@@ -855,31 +860,30 @@ def delta_gradients(
                 dout = _load_part(dout_ptr + values, live, VALUES, COLUMNS, column, E)
                 dv = _load_part(dv_ptr + values, live, VALUES, COLUMNS, column, E)
                 new = _load_part(new_ptr + values, live, VALUES, COLUMNS, column, E)
-                read = tl.dot(dout, state, read, input_precision=PRECISION)
+                dout = (dout * to_read).to(dtype)
+                dq = tl.dot(dout, state, dq, input_precision=PRECISION)
+                dv = (dv * -fade).to(dtype)
                 known = tl.dot(dv, state, known, input_precision=PRECISION)
+                new = (new * to_end).to(dtype)
                 written = tl.dot(new, dstate, written, input_precision=PRECISION)
                 both += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
             k = _load_part(k_ptr + keys, live, QK, KEYS, first, K)
             q = _load_part(q_ptr + keys, live, QK, KEYS, first, K)
-            fade = tl.exp(total)[:, None]
-            read *= fade * SCALE
-            known *= fade
-            written *= tl.exp(last - total)[:, None]
-            dq += read
-            dk += written - known
             k_written = tl.sum(k * written, 1)
-            dsum = tl.sum(q * read - k * known, 1) - k_written
+            now = tl.sum(q * dq + k * known, 1) - k_written
+            written_now = tl.sum(k_written, 0)
             # The product of S' and dS'.
-            through = tl.sum(both, 0) * tl.exp(last) + tl.sum(k_written, 0)
-            dg = tl.cumsum(dsum, 0, reverse=True) + through
+            through = tl.sum(both, 0) * tl.exp(last) + (written_now - written_before)
+            dg = tl.cumsum(now - before, 0, reverse=True) + through
             tl.store(dg_ptr + gates + i * H, dg, mask=i < size)
+            before, written_before = now, written_now
         squares = (base * HK + key_head) * CHUNK
         k = _load_part(k_ptr + keys, live, QK, KEYS, first, K)
         q = _load_part(q_ptr + keys, live, QK, KEYS, first, K)
         dp = _load(dp_ptr + squares, live, HK * CHUNK, CHUNK, 0, CHUNK)
         da = _load(da_ptr + squares, live, HK * CHUNK, CHUNK, 0, CHUNK)
         dq = tl.dot(dp, k, dq, input_precision=PRECISION)
-        dk = tl.dot(da, k, dk, input_precision=PRECISION)
+        dk = tl.dot(da, k, known + written, input_precision=PRECISION)
         dk = tl.dot(tl.trans(da), k, dk, input_precision=PRECISION)
         dk = tl.dot(tl.trans(dp), q, dk, input_precision=PRECISION)
         _store_rows(dq_ptr + keys, dq, size, QK, KEYS, first, K)

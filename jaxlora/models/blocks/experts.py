@@ -20,6 +20,7 @@ from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
     Dropout,
     Projection,
+    block_rows_for,
     expert_linears,
     expert_output,
     gather_rows,
@@ -110,19 +111,20 @@ class ExpertLinears(nnx.Module):
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
+        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
+        after = last.for_kernels(routing, num_adapters)
+        kernels, linears = {"implementation": self.implementation}, [*before, after]
         most = self.most_adapters
         plan = route_rows(
             chosen,
             blocks,
             self.num_held,
             num_adapters,
+            block_rows=block_rows_for(self.implementation, linears, num_adapters),
             most_adapters=num_adapters if most is None else min(most, num_adapters),
             num_parts=self.parts,
             first_expert=first_one,
         )
-        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
-        after = last.for_kernels(routing, num_adapters)
-        kernels = {"implementation": self.implementation}
         copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
         calls = [before] if len(formats) == 1 else [[p] for p in before]
         read = [

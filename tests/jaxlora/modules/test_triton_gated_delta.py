@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlora.models.config import DeltaShape
+from jaxlora.modules import triton_gated_delta
 from jaxlora.modules.triton_gated_delta import (
     delta_implementation,
     tiles_of,
@@ -16,7 +17,11 @@ from jaxlora.modules.triton_gated_delta import (
     triton_gated_delta_rule,
 )
 from jaxlora.pallas_kernels.triton import gated_delta as kernels
-from jaxlora.pallas_kernels.triton.target import forced_capability, interpreted
+from jaxlora.pallas_kernels.triton.target import (
+    forced_capability,
+    interpreted,
+    present_target,
+)
 from tests.oracle import relative_error
 from tests.pallas_kernels import triton_interpreter
 from tests.pallas_kernels.triton_facts import kernel_facts, shared_memory_bytes
@@ -150,6 +155,12 @@ def test_float32_equals_the_recurrence():
 def test_keys_and_decays_may_be_of_any_kind(kind):
     segments = segments_of((70, 10))
     check(drawn(len(segments), **KINDS[kind]), segments, 3e-6, 2e-5)
+
+
+def test_rows_that_correct_nothing_have_a_gradient_of_beta():
+    segments = segments_of((70,))
+    q, k, v, g, beta, dout = drawn(len(segments))
+    check((q, k, v, g, beta.at[::3].set(0), dout), segments, 3e-6, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -325,3 +336,28 @@ def test_what_it_can_run(dtype, key_dim, value_dim, reason):
     with forced_capability(89, num_sms=142):
         assert triton_delta_unsupported(dtype, shape) == reason
         assert delta_implementation(dtype, shape) == ("xla" if reason else "triton")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "compared"),
+    [
+        (jnp.bfloat16, (128, 128), True),
+        (jnp.float16, (128, 128), True),
+        (jnp.float32, (128, 128), False),
+        (jnp.bfloat16, (64, 128), False),
+        (jnp.bfloat16, (128, 64), False),
+    ],
+)
+def test_hopper_has_its_own_products_where_they_were_compared(
+    dtype, sizes, compared, monkeypatch
+):
+    asked = []
+
+    def target(*, hopper):
+        asked.append(hopper)
+        return present_target()
+
+    monkeypatch.setattr(triton_gated_delta, "present_target", target)
+    *given, _ = drawn(10, dtype, shape=(1, 1, *sizes))
+    jax.eval_shape(triton_gated_delta_rule, *given, segments_of((10,)))
+    assert asked == [compared]
