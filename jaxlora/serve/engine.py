@@ -30,7 +30,7 @@ from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.data.pack import JobBatch
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import FrozenModel
-from jaxlora.models.config import shared_path
+from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.forward import JobLosses, SlotKeys
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 # Pieces of work that the devices have before the host waits for the first of them.
 _MOST_QUEUED = 2
+_MOST_ADAPTERS = 4  # of experts in a microbatch, as in runs by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -215,7 +216,9 @@ class Engine:
         self._step = _step_program(stage.steps)
         self._sizes = sorted(config.microbatch_tokens)
         self._limits = Limits(
-            capacity=self._sizes[-1], block_tokens=config.block_tokens
+            capacity=self._sizes[-1],
+            block_tokens=config.block_tokens,
+            max_jobs=self.spec.options.most_adapters,
         )
         self._packer = TickPacker(layout, self._limits)
         self._in_flight: deque[Callable[[], None]] = deque()
@@ -495,6 +498,7 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     where = "target_modules"
     targets = Targets(where=where, target_modules=config.target_modules)
     linears = choose_linears(targets, linear_names(model.config), Patterns(where))
+    has_experts = any(map(is_of_expert, linears)) and config.slots > _MOST_ADAPTERS
     attention = choose_attention(config.attention, model.dtype, model.config)
     wide = choose_wide_attention(config.attention, model.dtype, model.config)
     spec = DecoderSpec(
@@ -506,6 +510,7 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
             attention=attention.name,
             wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
             max_segment_tokens=max(config.microbatch_tokens),
+            most_adapters=_MOST_ADAPTERS if has_experts else None,
             objectives=(DATUM.name,),
         ),
         slots=SlotShape(
