@@ -35,7 +35,6 @@ from jaxlora.modules.triton_gated_delta import (
 )
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
-from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 from jaxlora.pallas_kernels.expert_rows import num_blocks
 from jaxlora.pallas_kernels.triton.target import interpreted
 from jaxlora.plan.memory import planned
@@ -398,8 +397,9 @@ def _with_padding(found: StepBytes, spec: DecoderSpec, num_tokens: int) -> StepB
             continue
         number = shape.number // config.expert_parts
         copies = min(shape.chosen, number) * config.expert_parts * num_tokens
-        blocks = num_blocks(copies, number, spec.num_expert_slots)
-        share = itemsize * (TILE_TOKENS * blocks - copies) / num_tokens
+        rows = spec.expert_block_rows
+        rows *= num_blocks(copies, number, spec.num_expert_slots, rows)
+        share = itemsize * (rows - copies) / num_tokens
         kept.append(share * (config.hidden_size + _MLP_KEEPS * shape.features))
         transient.append(share * (config.hidden_size + shape.features))
     more = {
