@@ -30,7 +30,7 @@ from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.data.pack import JobBatch
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import FrozenModel
-from jaxlora.models.config import shared_path
+from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.forward import JobLosses, SlotKeys
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
@@ -215,7 +215,9 @@ class Engine:
         self._step = _step_program(stage.steps)
         self._sizes = sorted(config.microbatch_tokens)
         self._limits = Limits(
-            capacity=self._sizes[-1], block_tokens=config.block_tokens
+            capacity=self._sizes[-1],
+            block_tokens=config.block_tokens,
+            max_jobs=self.spec.options.most_adapters,
         )
         self._packer = TickPacker(layout, self._limits)
         self._in_flight: deque[Callable[[], None]] = deque()
@@ -441,7 +443,8 @@ class Engine:
 
     def _settle(self) -> None:
         """Waits for the oldest piece of work that is queued, and takes its results."""
-        self._in_flight.popleft()()
+        self._in_flight[0]()  # it stays if it is interrupted while it waits
+        self._in_flight.popleft()
 
 
 @contextlib.contextmanager
@@ -495,6 +498,9 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     where = "target_modules"
     targets = Targets(where=where, target_modules=config.target_modules)
     linears = choose_linears(targets, linear_names(model.config), Patterns(where))
+    adapts_experts = any(map(is_of_expert, linears))
+    scaled = max(1, config.rank // chosen_experts(model.config))
+    most = config.adapters_per_microbatch
     attention = choose_attention(config.attention, model.dtype, model.config)
     wide = choose_wide_attention(config.attention, model.dtype, model.config)
     spec = DecoderSpec(
@@ -507,11 +513,12 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
             wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
             max_segment_tokens=max(config.microbatch_tokens),
             objectives=(DATUM.name,),
+            most_adapters=most if adapts_experts and most < config.slots else None,
         ),
         slots=SlotShape(
             num_slots=config.slots,
             rank=config.rank,
-            expert_rank=max(1, config.rank // chosen_experts(model.config)),
+            expert_rank=scaled if adapts_experts else 0,
             use_dropout=False,
         ),
         adapted=tuple(sorted({shared_path(linear_path(name)) for name in linears})),

@@ -26,3 +26,5 @@ def test_blocks_and_the_number_of_samples_are_limits():
     limits = Limits(capacity=8, block_tokens=4, max_samples=1)
     assert [s.index for s in fill_oldest_first(samples, limits)] == [0]
     assert fill_oldest_first([], limits) == ()
+    limits = Limits(capacity=12, block_tokens=4, max_jobs=2)
+    assert [s.index for s in fill_oldest_first(samples, limits)] == [0, 3, 1]
