@@ -116,7 +116,9 @@ class ExpertLinears(nnx.Module):
             blocks,
             self.num_held,
             num_adapters,
-            block_rows=block_rows_for(self.implementation, linears, num_adapters),
+            block_rows=block_rows_for(
+                self.implementation, linears, num_adapters, chosen.size // self.parts
+            ),
             num_parts=self.parts,
             first_expert=first_one,
         )
