@@ -77,18 +77,23 @@ class DecoderSpec:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
 
-    @property
-    def expert_block_rows(self) -> int:
-        """Rows of a block of experts' rows in training; see `block_rows_for`."""
+    def expert_block_rows(self, num_experts: int, num_copies: int) -> int:
+        """Rows of a block of experts' rows in training; see `block_rows_for`.
+
+        Args:
+            num_experts: Experts of a layer that a device has.
+            num_copies: Rows for them, without padding.
+        """
         if self.slots is None:
             return TILE_TOKENS
         rank, drops = self.slots.rank_of(is_of_experts=True), self.slots.use_dropout
-        like: Any = jax.ShapeDtypeStruct((1, 1, rank), "float32")
+        number = num_experts * self.slots.num_slots
+        like: Any = jax.ShapeDtypeStruct((number, 1, rank), "float32")
         one = Projection(w=like, a=like, b=like, scaling=like)
         if drops:
             one = dataclasses.replace(one, dropout=like)
-        backend = self.options.implementation
-        return block_rows_for(backend, [one], self.num_expert_slots)
+        backend, num_slots = self.options.implementation, self.num_expert_slots
+        return block_rows_for(backend, [one], num_slots, num_copies)
 
     @property
     def has_embedding(self) -> bool:
