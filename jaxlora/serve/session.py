@@ -95,6 +95,9 @@ class Session:
     The gradient of an adapter is the sum over all `forward_backward` calls since its
     last `optim_step`. It is never divided by a number of tokens or datums: choose the
     weights for that.
+
+    Only one thread may use a session. After an interrupt (Ctrl-C), the work goes on
+    when a result is asked for again, or an error says that it cannot.
     """
 
     def __init__(self, model: FrozenModel | str | os.PathLike, **settings: Any):
@@ -221,6 +224,7 @@ class Session:
             base_model=model.source,
             revision=model.revision,
             linear_names=linear_names(model.config),
+            model_type=model.config.model_type,
             overwrite=overwrite,
             record=ExportRecord(job=name, step=one.num_steps),
         )
@@ -324,7 +328,7 @@ class Session:
         Raises:
             JaxloraError: As for `forward_backward`, or the gradient is not finite.
         """
-        data = tuple(data)
+        data = _listed(data)
         found = self.forward(name, data).result().logprobs
 
         def value_and_metrics(logprobs: list[jax.Array]) -> tuple[Any, Any]:
@@ -333,6 +337,13 @@ class Session:
 
         differentiate = jax.value_and_grad(value_and_metrics, has_aux=True)
         (value, metrics), gradients = differentiate([jnp.asarray(x) for x in found])
+        metrics = {"loss:sum": value} | metrics
+        for key, number in metrics.items():
+            if np.ndim(number):
+                raise DataError(
+                    f"the loss gives the metric {key!r} as an array of shape "
+                    f"{np.shape(number)}. Give one number, such as its mean."
+                )
         weights = [-np.asarray(gradient) for gradient in gradients]
         for number, own in enumerate(weights):
             if not np.isfinite(own).all():
@@ -342,7 +353,6 @@ class Session:
                     "it."
                 )
         weighted = [d.with_weights(w) for d, w in zip(data, weights, strict=True)]
-        metrics = {"loss:sum": value} | metrics
         return self._pass(
             name,
             weighted,
@@ -434,7 +444,7 @@ class Session:
         metrics: Mapping[str, float] | None = None,
     ) -> Pending[PassResult]:
         samples = []
-        for number, datum in enumerate(data):
+        for number, datum in enumerate(_listed(data)):
             try:
                 self._check(datum)
                 samples.append(loss.sample(datum))
@@ -491,3 +501,9 @@ class Session:
                 "it first."
             )
         return name
+
+
+def _listed(data: Sequence[Datum]) -> tuple[Datum, ...]:
+    if isinstance(data, Datum):
+        raise DataError("data is one Datum. Give a list of them.")
+    return tuple(data)
