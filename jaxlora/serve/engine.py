@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -179,9 +180,10 @@ class OpenAdapter:
 class Engine:
     """A frozen model with slots of adapters, and the calls that wait for it.
 
-    One thread uses it.
+    A thread uses it while it has its lock.
 
     Attributes:
+        lock: The lock.
         model: The model, with all arrays of its format.
         spec: The decoder with its slots.
         table: The slots.
@@ -220,6 +222,7 @@ class Engine:
             max_jobs=self.spec.options.most_adapters,
         )
         self._packer = TickPacker(layout, self._limits)
+        self.lock = threading.RLock()
         self._in_flight: deque[Callable[[], None]] = deque()
         self._is_lost = False  # whether a program has taken the slots and left none
         self._numbers = itertools.count()

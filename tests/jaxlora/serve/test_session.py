@@ -1,5 +1,6 @@
 """Sessions save, load and sample, and refuse what cannot be."""
 
+import concurrent.futures
 import json
 import pathlib
 
@@ -79,6 +80,23 @@ def test_a_removed_adapter_frees_its_slot(session):
     session.add_adapter("f", rank=2, seed=1)
     assert session.adapters == ("a", "b", "d", "e", "f")
     assert session.optim_step("f", RATE).result().grad_norm == 0
+
+
+def test_threads_take_turns(opened):
+    """Each has the results of its own adapter, and no call is lost."""
+    session, steps = opened("a", "b"), {}
+    data = datums(np.random.default_rng(4), (50, 3, 60, 2, 90))
+
+    def train(name: str) -> None:
+        for _ in range(4):
+            done = session.forward_backward(name, data)
+            step = session.optim_step(name, RATE)
+            assert len(done.result().logprobs) == len(data)
+            steps.setdefault(name, []).append(step.result().step)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        list(threads.map(train, ("a", "b")))
+    assert steps == {"a": [1, 2, 3, 4], "b": [1, 2, 3, 4]}
 
 
 def test_log_probabilities_of_sampler_and_trainer_agree(opened):
