@@ -327,7 +327,7 @@ def test_work_that_breaks_off_is_repeated(opened, monkeypatch):
 
 def test_a_step_counts_once_if_its_result_is_read_twice(opened, monkeypatch):
     session = opened("a")
-    session.forward_backward("a", datums(np.random.default_rng(12)))
+    session.forward_backward("a", datums(np.random.default_rng(12))).result()
     step = session.optim_step("a", RATE)
 
     class Interrupted(type(session._engine._in_flight)):
