@@ -597,7 +597,10 @@ def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:
         is_of_experts = ".experts." in path
         most = spec.slots.rank_of(is_of_experts=is_of_experts)
         if weights.rank > most:
+            # Slots of experts have a rank that is divided by those of a token.
+            times = chosen_experts(spec.config) if is_of_experts else 1
             raise ConfigError(
                 f"adapter {name!r} has rank {weights.rank} in {module}, and the slots "
-                f"have {most}. Lower it, or set rank when the session is made."
+                f"have {most}. Lower it, or set rank={weights.rank * times} when the "
+                "session is made."
             )

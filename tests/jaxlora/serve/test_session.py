@@ -223,6 +223,18 @@ def test_experts_are_written_as_a_run_writes_them(tmp_path):
     assert any(".block_sparse_moe.experts.0.w1." in name for name in tensors)
 
 
+def test_the_cure_of_a_rank_of_experts_that_is_too_large(tmp_path):
+    """A fused folder has twice the rank for gate and up."""
+    base, folder = GOLDEN / "models" / "qwen2_moe", tmp_path / "a"
+    session = Session(base, slots=2, rank=12, microbatch_tokens=64)
+    session.add_adapter("a")
+    session.save("a", folder)
+    with pytest.raises(ConfigError, match="set rank=24 when the session is made"):
+        session.load("b", folder)
+    session = Session(base, slots=1, rank=24, microbatch_tokens=64)
+    session.load("b", folder)
+
+
 def test_numbers_of_other_libraries_are_numbers(unchecked):
     datum = Datum.of([1], [2, 3], logprobs=[0, 0], advantages=jnp.float32(0.5))
     assert datum.advantages.tolist() == [0.5, 0.5]
