@@ -22,8 +22,9 @@ def fill_oldest_first(waiting: Iterable[Sample], limits: Limits) -> Microbatch:
         before = tokens.get(sample.owner, 0)
         after = before + sample.num_tokens
         added = limits.padded(after) - limits.padded(before)
-        is_one_more = not before and len(tokens) >= limits.most_jobs
-        if added <= room and len(chosen) < limits.most_samples and not is_one_more:
+        if not before and len(tokens) >= limits.most_jobs:
+            continue
+        if added <= room and len(chosen) < limits.most_samples:
             chosen.append(sample)
             tokens[sample.owner], room = after, room - added
     return in_order(chosen)
