@@ -182,7 +182,7 @@ def microbatch_work(spec: DecoderSpec, layer: int) -> Passes[Work]:
         if spec.slots is not None and path in spec.adapted:
             rank = spec.slots.rank_of(is_of_experts=True)
         # Half of the last block of a group is padding, and half of a tile's last one.
-        rows = spec.expert_block_rows
+        rows = spec.expert_block_rows(0)  # of small microbatches, where padding counts
         padding = shape.number * (spec.num_expert_slots * rows + TILE_ROWS - rows) / 2
         read = _dequantizing(spec, linear, path)
         forward += padding * _product_work(linear, rank) + read

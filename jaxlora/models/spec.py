@@ -77,8 +77,7 @@ class DecoderSpec:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
 
-    @property
-    def expert_block_rows(self) -> int:
+    def expert_block_rows(self, slot_rows: float) -> int:
         """Rows of a block of experts' rows in training; see `block_rows_for`."""
         if self.slots is None:
             return TILE_TOKENS
@@ -88,7 +87,7 @@ class DecoderSpec:
         if drops:
             one = dataclasses.replace(one, dropout=like)
         backend = self.options.implementation
-        return block_rows_for(backend, [one], self.num_expert_slots)
+        return block_rows_for(backend, [one], self.num_expert_slots, slot_rows)
 
     @property
     def has_embedding(self) -> bool:
