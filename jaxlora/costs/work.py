@@ -20,7 +20,7 @@ from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.banded_attention import band_tokens
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
 from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
-from jaxlora.pallas_kernels.expert_rows import TILE_ROWS, TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import TILE_ROWS
 
 
 class _DeltaWaits(NamedTuple):
@@ -182,9 +182,8 @@ def microbatch_work(spec: DecoderSpec, layer: int) -> Passes[Work]:
         if spec.slots is not None and path in spec.adapted:
             rank = spec.slots.rank_of(is_of_experts=True)
         # Half of the last block of a group is padding, and half of a tile's last one.
-        # Blocks are not shared in large microbatches, which are those that count.
-        padding = shape.number * (spec.num_expert_slots - 1) * TILE_TOKENS / 2
-        padding += shape.number * TILE_ROWS / 2
+        rows = spec.expert_block_rows(0)  # of small microbatches, where padding counts
+        padding = shape.number * (spec.num_expert_slots * rows + TILE_ROWS - rows) / 2
         read = _dequantizing(spec, linear, path)
         forward += padding * _product_work(linear, rank) + read
         backward += padding * _product_work(linear, 2 * rank) + read

@@ -77,13 +77,8 @@ class DecoderSpec:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
 
-    def expert_block_rows(self, num_experts: int, num_copies: int) -> int:
-        """Rows of a block of experts' rows in training; see `block_rows_for`.
-
-        Args:
-            num_experts: Experts of a layer that a device has.
-            num_copies: Rows for them, without padding.
-        """
+    def expert_block_rows(self, slot_rows: float) -> int:
+        """Rows of a block of experts' rows in training; see `block_rows_for`."""
         if self.slots is None:
             return TILE_TOKENS
         rank, drops = self.slots.rank_of(is_of_experts=True), self.slots.use_dropout
@@ -92,8 +87,8 @@ class DecoderSpec:
         one = Projection(w=like, a=like, b=like, scaling=like)
         if drops:
             one = dataclasses.replace(one, dropout=like)
-        backend, num_slots = self.options.implementation, self.num_expert_slots
-        return block_rows_for(backend, [one], num_slots, num_copies)
+        backend = self.options.implementation
+        return block_rows_for(backend, [one], self.num_expert_slots, slot_rows)
 
     @property
     def has_embedding(self) -> bool:
