@@ -82,8 +82,7 @@ class DecoderSpec:
         if self.slots is None:
             return TILE_TOKENS
         rank, drops = self.slots.rank_of(is_of_experts=True), self.slots.use_dropout
-        number = num_experts * self.slots.num_slots
-        like: Any = jax.ShapeDtypeStruct((number, 1, rank), "float32")
+        like: Any = jax.ShapeDtypeStruct((1, 1, rank), "float32")
         one = Projection(w=like, a=like, b=like, scaling=like)
         if drops:
             one = dataclasses.replace(one, dropout=like)
