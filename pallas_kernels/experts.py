@@ -31,9 +31,14 @@ from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
 from jaxlora.pallas_kernels.varying import vary, varying_axes
 
+_SHARED_SLOT_ROWS = 256  # rows of a slot up to which shared blocks are faster
+
 
 def block_rows_for(
-    implementation: str, projections: Sequence[Projection], num_adapters: int
+    implementation: str,
+    projections: Sequence[Projection],
+    num_adapters: int,
+    num_copies: int,
 ) -> int:
     """Returns `block_rows` for `route_rows`, with which linears of experts are fastest.
 
@@ -41,9 +46,11 @@ def block_rows_for(
         implementation: Name of the kernel back end in `BACKENDS`.
         projections: The linears of the experts, as `expert_linears` takes them.
         num_adapters: G.
+        num_copies: T k. With many rows in a slot, there is little padding to save.
     """
-    backend = get_backend(implementation)
-    gains = num_adapters > 1 and not backend.is_plain
+    backend, num_slots = get_backend(implementation), projections[0].a.shape[0]
+    gains = num_copies <= _SHARED_SLOT_ROWS * num_slots
+    gains = gains and num_adapters > 1 and not backend.is_plain
     if gains and unshared(backend, projections) is None:
         return SMALL_BLOCK
     return TILE_TOKENS

@@ -37,6 +37,8 @@ class SessionConfig(StrictModel):
             with the smallest one that holds it.
         block_tokens: Tokens of a block; each adapter's part of a microbatch fills whole
             blocks.
+        adapters_per_microbatch: Most adapters in a microbatch if some targets are
+            linears of experts, as in `RunConfig`.
         remat: Part of each layer that the backward pass recomputes, as in `RunConfig`.
         implementation: Which LoRA kernels run, as in `RunConfig`.
         attention: Attention implementation, as in `RunConfig`.
@@ -49,6 +51,7 @@ class SessionConfig(StrictModel):
     target_modules: Texts = "all-linear"
     microbatch_tokens: Annotated[tuple[Tokens, ...], AtLeastOne, OneOrMore] = (2048,)
     block_tokens: Tokens = 64
+    adapters_per_microbatch: PositiveInt = 4
     remat: Literal["none", "elementwise", "mlp", "layer"] = "none"
     implementation: Literal["auto", "mosaic", "triton", "xla"] = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"

@@ -40,7 +40,7 @@ class _DeltaWaits(NamedTuple):
 
 
 _PLAIN_DELTA = _DeltaWaits(9, 3.2)  # 4.7 ms forward, and 15 ms in both passes
-_TRITON_DELTA = _DeltaWaits(5.6, 3.6)  # 0.47 and 1.67 ms
+_TRITON_DELTA = _DeltaWaits(3.2, 3.6)  # 0.27 and 0.96 ms
 # Traffic per score of plain XLA's attention, forward: in float32 to memory, three times
 # from there for the softmax, and the weights in bfloat16. It was not measured.
 _SCORE_BYTES = 20

@@ -61,7 +61,6 @@ logger = logging.getLogger(__name__)
 
 # Pieces of work that the devices have before the host waits for the first of them.
 _MOST_QUEUED = 2
-_MOST_ADAPTERS = 4  # of experts in a microbatch, as in runs by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -444,7 +443,8 @@ class Engine:
 
     def _settle(self) -> None:
         """Waits for the oldest piece of work that is queued, and takes its results."""
-        self._in_flight.popleft()()
+        self._in_flight[0]()  # it stays if it is interrupted while it waits
+        self._in_flight.popleft()
 
 
 @contextlib.contextmanager
@@ -498,7 +498,9 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     where = "target_modules"
     targets = Targets(where=where, target_modules=config.target_modules)
     linears = choose_linears(targets, linear_names(model.config), Patterns(where))
-    has_experts = any(map(is_of_expert, linears)) and config.slots > _MOST_ADAPTERS
+    adapts_experts = any(map(is_of_expert, linears))
+    scaled = max(1, config.rank // chosen_experts(model.config))
+    most = config.adapters_per_microbatch
     attention = choose_attention(config.attention, model.dtype, model.config)
     wide = choose_wide_attention(config.attention, model.dtype, model.config)
     spec = DecoderSpec(
@@ -510,13 +512,13 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
             attention=attention.name,
             wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
             max_segment_tokens=max(config.microbatch_tokens),
-            most_adapters=_MOST_ADAPTERS if has_experts else None,
             objectives=(DATUM.name,),
+            most_adapters=most if adapts_experts and most < config.slots else None,
         ),
         slots=SlotShape(
             num_slots=config.slots,
             rank=config.rank,
-            expert_rank=max(1, config.rank // chosen_experts(model.config)),
+            expert_rank=scaled if adapts_experts else 0,
             use_dropout=False,
         ),
         adapted=tuple(sorted({shared_path(linear_path(name)) for name in linears})),

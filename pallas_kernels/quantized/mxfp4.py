@@ -68,8 +68,10 @@ class Mxfp4Weight(QuantizedWeight):
         odd = jnp.arange(self.in_features, dtype=jnp.uint8) & 1
         # Both neighbors read their byte, so that no halves have to be interleaved.
         code = jnp.repeat(self.values, 2, axis=1) >> (4 * odd)
+        magnitude = jnp.asarray(E2M1).at[code & 7].get(mode="promise_in_bounds")
         power = _power(self.scale.astype(jnp.int32) - _BIAS)
-        return (_value(code) * jnp.repeat(power, BLOCK, axis=1)).astype(dtype)
+        value = magnitude * jnp.repeat(power, BLOCK, axis=1)
+        return jnp.where(code & 8 != 0, -value, value).astype(dtype)
 
     @classmethod
     def shapes(
@@ -109,20 +111,6 @@ def _power(exponent):
     bits = jnp.maximum(exponent + _BIAS, 1) << 23
     power = jax.lax.bitcast_convert_type(bits.astype(jnp.int32), jnp.float32)
     return jnp.where(exponent > -_BIAS, power, power / 2)
-
-
-def _value(code: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
-    """Returns the value of each code, by its low four bits, without a table.
-
-    Two bits are an exponent and one a fraction; an exponent of 0 stands for half of the
-    fraction.
-    """
-    bits = code.astype(jnp.uint32)
-    exponent, fraction = (bits >> 1) & 3, bits & 1
-    half = fraction * (_BIAS - 1 << 23)
-    magnitude = (exponent + _BIAS - 1) << 23 | fraction << 22
-    magnitude = jnp.where(exponent == 0, half, magnitude)
-    return jax.lax.bitcast_convert_type(magnitude | (bits & 8) << 28, jnp.float32)
 
 
 def _nearest(magnitude: Float[Array, "*B"]) -> UInt8[Array, "*B"]:

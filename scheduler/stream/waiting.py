@@ -13,7 +13,7 @@ def fill_oldest_first(waiting: Iterable[Sample], limits: Limits) -> Microbatch:
     Args:
         waiting: The samples in the order in which they came, which may share a
             microbatch; none is longer than the capacity.
-        limits: Capacity and block size.
+        limits: Capacity, block size, and numbers of samples and owners.
     """
     chosen: list[Sample] = []
     tokens: dict[int, int] = {}  # unpadded, by owner
@@ -22,7 +22,7 @@ def fill_oldest_first(waiting: Iterable[Sample], limits: Limits) -> Microbatch:
         before = tokens.get(sample.owner, 0)
         after = before + sample.num_tokens
         added = limits.padded(after) - limits.padded(before)
-        if not before and len(tokens) >= limits.most_jobs:
+        if sample.owner not in tokens and len(tokens) >= limits.most_jobs:
             continue
         if added <= room and len(chosen) < limits.most_samples:
             chosen.append(sample)

@@ -120,7 +120,9 @@ class ExpertLinears(nnx.Module):
             blocks,
             self.num_held,
             num_adapters,
-            block_rows=block_rows_for(self.implementation, linears, num_adapters),
+            block_rows=block_rows_for(
+                self.implementation, linears, num_adapters, chosen.size // self.parts
+            ),
             most_adapters=num_adapters if most is None else min(most, num_adapters),
             num_parts=self.parts,
             first_expert=first_one,

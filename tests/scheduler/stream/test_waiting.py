@@ -26,13 +26,5 @@ def test_blocks_and_the_number_of_samples_are_limits():
     limits = Limits(capacity=8, block_tokens=4, max_samples=1)
     assert [s.index for s in fill_oldest_first(samples, limits)] == [0]
     assert fill_oldest_first([], limits) == ()
-
-
-def test_a_microbatch_has_at_most_so_many_jobs():
-    limits = Limits(capacity=64, block_tokens=4, max_jobs=2)
-    waiting = [
-        Sample(owner=owner, batch=0, index=i, num_tokens=3)
-        for i, owner in enumerate((5, 1, 2, 5, 3, 1))
-    ]
-    found = fill_oldest_first(waiting, limits)
-    assert [(s.owner, s.index) for s in found] == [(1, 1), (1, 5), (5, 0), (5, 3)]
+    limits = Limits(capacity=12, block_tokens=4, max_jobs=2)
+    assert [s.index for s in fill_oldest_first(samples, limits)] == [0, 3, 1]
