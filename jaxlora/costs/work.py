@@ -168,11 +168,16 @@ def _copies(linear: LayerLinear) -> int:
     return 1 if linear.experts is None else linear.experts.chosen
 
 
-def microbatch_work(spec: DecoderSpec, layer: int) -> Passes[Work]:
+def microbatch_work(spec: DecoderSpec, layer: int, num_tokens: int) -> Passes[Work]:
     """Counts the work of a microbatch in one layer that no token adds to.
 
     Blocks of experts' rows have padding, and their weights may be dequantized. That of
     other linears was not measured.
+
+    Args:
+        spec: The decoder.
+        layer: Number of the layer.
+        num_tokens: Tokens of the microbatch, on which the size of blocks depends.
     """
     forward, backward = Work(), Work()
     for name, linear in linears(spec.config, layer).items():
@@ -182,7 +187,7 @@ def microbatch_work(spec: DecoderSpec, layer: int) -> Passes[Work]:
         if spec.slots is not None and path in spec.adapted:
             rank = spec.slots.rank_of(is_of_experts=True)
         # Half of the last block of a group is padding, and half of a tile's last one.
-        rows = spec.expert_block_rows(0)  # of small microbatches, where padding counts
+        rows = spec.expert_block_rows(shape, num_tokens)
         padding = shape.number * (spec.num_expert_slots * rows + TILE_ROWS - rows) / 2
         read = _dequantizing(spec, linear, path)
         forward += padding * _product_work(linear, rank) + read

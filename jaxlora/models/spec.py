@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import ModelConfig, shared_path
+from jaxlora.models.config import ExpertShape, ModelConfig, shared_path
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.slot_modules import SLOT_MODULES
@@ -77,17 +77,22 @@ class DecoderSpec:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
 
-    def expert_block_rows(self, slot_rows: float) -> int:
-        """Rows of a block of experts' rows in training; see `block_rows_for`."""
-        if self.slots is None:
+    def expert_block_rows(self, experts: ExpertShape, num_tokens: int) -> int:
+        """Rows of a block of experts' rows in training; see `block_rows_for`.
+
+        Args:
+            experts: The mixture, or a device's part of it.
+            num_tokens: Tokens of a microbatch.
+        """
+        if self.slots is None or self.num_expert_slots == 1:
             return TILE_TOKENS
-        rank, drops = self.slots.rank_of(is_of_experts=True), self.slots.use_dropout
-        like: Any = jax.ShapeDtypeStruct((1, 1, rank), "float32")
-        one = Projection(w=like, a=like, b=like, scaling=like)
-        if drops:
-            one = dataclasses.replace(one, dropout=like)
+        rank, num_slots = self.slots.rank_of(is_of_experts=True), self.num_expert_slots
+        like: Any = jax.ShapeDtypeStruct((1, 1, rank), "int8")
+        drops = like if self.slots.use_dropout else None
+        one = Projection(w=like, a=like, b=like, scaling=like, dropout=drops)
+        slot_rows = experts.chosen * num_tokens / (experts.number * num_slots)
         backend = self.options.implementation
-        return block_rows_for(backend, [one], self.num_expert_slots, slot_rows)
+        return block_rows_for(backend, [one], num_slots, slot_rows)
 
     @property
     def has_embedding(self) -> bool:

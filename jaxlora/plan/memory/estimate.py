@@ -397,8 +397,8 @@ def _with_padding(found: StepBytes, spec: DecoderSpec, num_tokens: int) -> StepB
             continue
         number = shape.number // config.expert_parts
         copies = min(shape.chosen, number) * config.expert_parts * num_tokens
-        own = shape.chosen * num_tokens / (number * spec.num_expert_slots)
-        rows = spec.expert_block_rows(own)
+        held = dataclasses.replace(shape, number=number)
+        rows = spec.expert_block_rows(held, num_tokens)
         rows *= num_blocks(copies, number, spec.num_expert_slots, rows)
         share = itemsize * (rows - copies) / num_tokens
         kept.append(share * (config.hidden_size + _MLP_KEEPS * shape.features))
