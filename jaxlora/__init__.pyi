@@ -28,6 +28,8 @@ from .modules.slot_shape import SlotShape
 from .objectives.base import Objective, ObjectiveSettings
 from .objectives.register import register_objective
 from .run.callback import Callback
+from .serve.datum import Datum
+from .serve.session import Session
 from .sweeps.control import Trainer
 from .sweeps.files import print_summary
 from .train.report.summary import JobResult, RunResult
@@ -37,6 +39,7 @@ __all__ = [
     "BaseParam",
     "Callback",
     "DataConfig",
+    "Datum",
     "Decoder",
     "DecoderOptions",
     "DecoderSpec",
@@ -57,6 +60,7 @@ __all__ = [
     "Routing",
     "RunConfig",
     "RunResult",
+    "Session",
     "SlotShape",
     "SlotVariable",
     "Sweep",

@@ -9,7 +9,12 @@ from jaxlora.pallas_kernels.expert_rows import (
     gather_rows,
     route_rows,
 )
-from jaxlora.pallas_kernels.experts import expert_gate, expert_linears, expert_output
+from jaxlora.pallas_kernels.experts import (
+    block_rows_for,
+    expert_gate,
+    expert_linears,
+    expert_output,
+)
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import (
     compile_program,
@@ -75,6 +80,7 @@ __all__ = [
     "RowFunction",
     "RowPlan",
     "WeightOptions",
+    "block_rows_for",
     "column_norms",
     "combine_rows",
     "compile_program",

@@ -89,6 +89,7 @@ class Backend:
             multiplies with their transpose: the second copy, or one that it makes each
             time.
         skips_padding: Whether rows of padding take less time than others.
+        shares_blocks: Whether adapters of few ranks can share blocks of experts' rows.
         traced_as: Back end that keeps the same arrays for the backward pass, and can be
             traced where this one's packages or GPU are missing; None: itself.
         produce: Computes a row-wise function with side products of its results, as
@@ -121,6 +122,7 @@ class Backend:
     is_plain: bool = False
     reads_transpose: bool = False
     skips_padding: bool = False
+    shares_blocks: bool = False
     traced_as: str | None = None
     produce: Callable[..., tuple[list[jax.Array], list[jax.Array]]] | None = None
     unsupported_producer: Callable[..., str | None] = _nowhere
@@ -185,6 +187,7 @@ BACKENDS: dict[str, Backend] = _table(
         partitionable=False,
         reads_transpose=True,
         skips_padding=True,
+        shares_blocks=True,
     ),
     Backend(
         name="triton",
@@ -204,6 +207,7 @@ BACKENDS: dict[str, Backend] = _table(
         unsupported=xla.unsupported,
         stores_masks=True,
         partitionable=True,
+        shares_blocks=True,
         is_plain=True,
     ),
 )

@@ -12,7 +12,9 @@ from jaxlora.pallas_kernels.backends import BACKENDS, Backend, is_partitioned
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, MaskWords
 from jaxlora.pallas_kernels.expert_rows import RowPlan
 from jaxlora.pallas_kernels.given_mask import GivenMask, num_words
+from jaxlora.pallas_kernels.operands import padded_rank
 from jaxlora.pallas_kernels.projection import (
+    RANK_STEP,
     ROWS,
     KernelSettings,
     LinearShape,
@@ -63,6 +65,8 @@ def check_experts(
         )
     for p in projections:
         _check_expert_projection(x, p, plan, w_transposed)
+        if plan.block_rows < TILE_TOKENS:
+            _check_shared(backend, p, plan)
         _check_supported(
             backend,
             LinearShape(
@@ -74,6 +78,27 @@ def check_experts(
             ),  # no quantized w reaches a back end
         )
     _check_mesh(backend)
+
+
+def _check_shared(backend: Backend, projection: Projection, plan: RowPlan) -> None:
+    """Checks a linear whose adapters share blocks of rows."""
+    why = unshared(backend, [projection])
+    if why is not None:
+        raise ValueError(
+            f"the plan's blocks have {plan.block_rows} rows, but {why}. Make the plan "
+            "with block_rows=block_rows_for(...), or leave block_rows out."
+        )
+
+
+def unshared(backend: Backend, projections: Sequence[Projection]) -> str | None:
+    """Returns why the adapters of experts cannot share blocks; None if they can."""
+    if not backend.shares_blocks:
+        return f"the back end {backend.name!r} takes blocks of {TILE_TOKENS}"
+    if any(p.dropout is not None for p in projections):
+        return "a linear has dropout, whose masks go by block"
+    if any(padded_rank(p.a.shape[2]) >= RANK_STEP for p in projections):
+        return f"a linear has more than {RANK_STEP // 2} ranks"
+    return None
 
 
 def _check_expert_projection(

@@ -1,8 +1,8 @@
 """Rows of experts: where each token's copies go, and the ways there and back.
 
 A token has one copy for each of its k experts. The copies are grouped by expert and
-then by adapter. Each group fills whole blocks of 64 rows, so that a block has one slot,
-`expert * num_adapters + adapter`, and a tile of two blocks one expert. A copy's place
+then by adapter. Each group fills whole blocks of rows, so that a block has one slot,
+`expert * num_adapters + adapter`, and a tile of 128 rows one expert. A copy's place
 in its group is the number of the group's copies before it, which is counted: there is
 no sort, and the order in a group is that of the tokens.
 
@@ -19,7 +19,38 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
-TILE_BLOCKS = 2  # blocks of a tile of the kernels, which have one expert
+TILE_ROWS = 128  # rows of a tile of the kernels, which have one expert
+SMALL_BLOCK = 16  # rows of the smallest block, of which tensor cores sum the products
+
+
+@typing.no_type_check  # JAX also builds it from leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedBlocks:
+    """Blocks of 64 rows with the slots that share them: an entry for each two.
+
+    A slot's rows in a block are consecutive, and whole blocks of 16.
+
+    Attributes:
+        block: Block of 64 rows of each entry, in order of slot.
+        slot: Slot of each entry; -1 for padding.
+        rows: The slot's first row in the block, and the row after its last, of each
+            entry, as `first << 8 | after`.
+        starts: Number of entries before each slot's, and of all.
+        first: First block of 16 rows of each slot.
+        color: Number of each slot from 0 to 3, in which those of a block differ.
+        small: Slot of each block of 16 rows; -1 for padding.
+        small_starts: Number of these before each slot's, and of all but padding.
+    """
+
+    block: Int[Array, " NE"]
+    slot: Int[Array, " NE"]
+    rows: Int[Array, " NE"]
+    starts: Int[Array, " XG1"]
+    first: Int[Array, " XG"]
+    color: Int[Array, " XG"]
+    small: Int[Array, " NB"]
+    small_starts: Int[Array, " XG1"]
 
 
 @typing.no_type_check  # JAX also builds it from leaves that are not arrays
@@ -28,15 +59,15 @@ TILE_BLOCKS = 2  # blocks of a tile of the kernels, which have one expert
 class RowPlan:
     """Where the copies of T tokens for k experts each are; see `route_rows`.
 
-    Rows come in NB blocks of 64. Padding is at the end of groups, and after the last
-    tile that has a group.
+    Rows come in NB blocks of 64 or 16. Padding is at the end of groups and of tiles,
+    and after the last tile that has a group.
 
     Attributes:
         row: Row of the copy of each token for its j-th expert. Tokens of padding have
             none: theirs are beyond the last row.
         copy: `token * k + j` of each row; T k in rows of padding.
         slot: Slot of each block, `expert * num_adapters + adapter`; -1 for padding.
-        expert: Expert of each tile of two blocks; 0 for padding.
+        expert: Expert of each tile of 128 rows; 0 for padding.
         order: The blocks that are no padding in order, and then anything.
         starts: Index in `order` of each slot's first block, and the number of blocks
             that are no padding.
@@ -44,8 +75,9 @@ class RowPlan:
         fits: Whether all copies have a row. If not, `combine_rows` returns NaN.
         first_expert: Number in the layer of the first of these experts, which keys
             dropout masks.
+        shared: If blocks have 16 rows, those of 64 with their slots; else None.
         num_adapters: G.
-        usual_blocks: About how many blocks are in such tiles, as launches are planned.
+        usual_rows: About how many rows are in such tiles, as launches are planned.
     """
 
     row: Int[Array, "T k"]
@@ -57,13 +89,19 @@ class RowPlan:
     num_tiles: Int[Array, " 1"]
     fits: Bool[Array, ""]
     first_expert: Int[Array, ""]
+    shared: SharedBlocks | None
     num_adapters: int = dataclasses.field(metadata={"static": True})
-    usual_blocks: int = dataclasses.field(metadata={"static": True})
+    usual_rows: int = dataclasses.field(metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
         """Number of rows, with those of padding."""
         return self.copy.shape[0]
+
+    @property
+    def block_rows(self) -> int:
+        """Number of rows of a block."""
+        return self.num_rows // self.slot.shape[0]
 
     @property
     def num_experts(self) -> int:
@@ -76,19 +114,22 @@ class RowPlan:
         return self.copy // self.row.shape[1]
 
 
-def num_blocks(num_copies: int, num_experts: int, num_adapters: int) -> int:
+def num_blocks(
+    num_copies: int, num_experts: int, num_adapters: int, block_rows: int = TILE_TOKENS
+) -> int:
     """Returns the most blocks that the copies of tokens can take, in whole tiles."""
     num_groups = min(num_experts * num_adapters, num_copies)
-    full = (num_copies + (TILE_TOKENS - 1) * num_groups) // TILE_TOKENS
-    blocks = full + min(num_experts, num_groups)  # a tile has one expert
-    return -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
+    full = (num_copies + (block_rows - 1) * num_groups) // block_rows
+    of_tile = TILE_ROWS // block_rows
+    blocks = full + (of_tile - 1) * min(num_experts, num_groups)
+    return -(-blocks // of_tile) * of_tile
 
 
-def _usual_blocks(num_copies: int, num_experts: int, num_adapters: int) -> int:
-    """Returns about how many blocks of `num_blocks` are used if routes are random."""
-    half_filled = num_experts * (num_adapters + 1) // 2
-    most = num_blocks(num_copies, num_experts, num_adapters)
-    return min(num_copies // TILE_TOKENS + half_filled, most)
+def _usual_rows(num_copies: int, experts: int, adapters: int, block_rows: int) -> int:
+    """Returns about how many rows are used if routes are random."""
+    half_filled = adapters * block_rows // 2 + (TILE_ROWS - block_rows) // 2
+    most = num_blocks(num_copies, experts, adapters, block_rows) * block_rows
+    return min(num_copies + experts * half_filled, most)
 
 
 def _before(counts: Int[Array, "N ..."]) -> Int[Array, "N ..."]:
@@ -103,6 +144,7 @@ def route_rows(
     num_adapters: int,
     *,
     most_adapters: int | None = None,
+    block_rows: int = TILE_TOKENS,
     num_parts: int = 1,
     first_expert: Int[Array, ""] | int = 0,
 ) -> RowPlan:
@@ -120,6 +162,8 @@ def route_rows(
         num_adapters: G.
         most_adapters: The most adapters that have tokens here, by which the number of
             rows goes; None: G. If more of them need more rows, the results are NaN.
+        block_rows: Rows of a block, 64 or 16. With 16, there is less padding, which
+            `block_rows_for` says when kernels can use.
         num_parts: Number of devices that have X experts of the tokens each.
         first_expert: Number in the layer of the first of these experts.
 
@@ -137,26 +181,28 @@ def route_rows(
     mine = block_adapter[:, None] == jnp.arange(num_adapters)  # [TB, G]
     of_adapter = jnp.where(mine[:, :, None], counts[:, None], 0)  # [TB, G, X]
     earlier = jnp.where(mine[:, :, None], _before(of_adapter), 0).sum(1)  # [TB, X]
-    group = -(-of_adapter.sum(0).T // TILE_TOKENS)  # blocks of each [X, G]
-    tiles = -(-group.sum(1) // TILE_BLOCKS)  # of each expert
+    of_tile = TILE_ROWS // block_rows
+    group = -(-of_adapter.sum(0).T // block_rows)  # blocks of each [X, G]
+    tiles = -(-group.sum(1) // of_tile)  # of each expert
     first_tile = _before(tiles)
     within = jnp.cumsum(group, 1, dtype=jnp.int32) - group
-    first = first_tile[:, None] * TILE_BLOCKS + within
-    base = first.T[jnp.maximum(block_adapter, 0)] * TILE_TOKENS + earlier  # [TB, X]
+    first = first_tile[:, None] * of_tile + within
+    base = first.T[jnp.maximum(block_adapter, 0)] * block_rows + earlier  # [TB, X]
     is_here = (block_adapter >= 0)[:, None, None] & (ids >= 0) & (ids < num_experts)
     here = jnp.where(is_here, ids, 0)
     row = jnp.take_along_axis(base[:, None] + rank, here, axis=2)
     most_adapters = num_adapters if most_adapters is None else most_adapters
-    blocks = num_blocks(t * min(k, num_experts), num_experts, most_adapters)
+    sizes = num_experts, most_adapters, block_rows
+    blocks = num_blocks(t * min(k, num_experts), *sizes)
     copy = jnp.arange(t * k, dtype=jnp.int32)
-    beyond = blocks * TILE_TOKENS + copy.reshape(row.shape)
+    beyond = blocks * block_rows + copy.reshape(row.shape)
     row = jnp.where(is_here, row, beyond)
     # A row has at most one copy, so this adds nothing up.
-    copies = jnp.full(blocks * TILE_TOKENS, t * k, jnp.int32)
+    copies = jnp.full(blocks * block_rows, t * k, jnp.int32)
     copies = copies.at[row.reshape(-1)].set(copy, mode="drop", unique_indices=True)
     slot, order, starts = _blocks_of(first.reshape(-1), group.reshape(-1), blocks)
     last_tile = first_tile + tiles
-    tile = jnp.arange(blocks // TILE_BLOCKS, dtype=jnp.int32)
+    tile = jnp.arange(blocks // of_tile, dtype=jnp.int32)
     expert = (last_tile <= tile[:, None]).sum(1, dtype=jnp.int32)
     return RowPlan(
         row=row.reshape(t, k),
@@ -165,11 +211,14 @@ def route_rows(
         expert=jnp.where(expert < num_experts, expert, 0),
         order=order,
         starts=starts,
-        num_tiles=jnp.minimum(last_tile[-1:], blocks // TILE_BLOCKS),
-        fits=last_tile[-1] * TILE_BLOCKS <= blocks,
+        num_tiles=jnp.minimum(last_tile[-1:], blocks // of_tile),
+        fits=last_tile[-1] * of_tile <= blocks,
         first_expert=jnp.asarray(first_expert, jnp.int32),
+        shared=None
+        if block_rows == TILE_TOKENS
+        else _shared(first, group, slot, starts),
         num_adapters=num_adapters,
-        usual_blocks=_usual_blocks(t * k // num_parts, num_experts, most_adapters),
+        usual_rows=_usual_rows(t * k // num_parts, *sizes),
     )
 
 
@@ -216,6 +265,48 @@ def _blocks_of(
     order = first[of_rank] + index - (after - group)[of_rank]
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), after])
     return jnp.where(is_live, slot, -1), jnp.clip(order, 0, blocks - 1), starts
+
+
+def _shared(
+    first: Int[Array, "X G"],
+    group: Int[Array, "X G"],
+    small: Int[Array, " NB"],
+    small_starts: Int[Array, " XG1"],
+) -> SharedBlocks:
+    """Returns the blocks of 64 rows with the slots that share them.
+
+    Args:
+        first: First block of 16 rows of each slot.
+        group: Number of them.
+        small: See `SharedBlocks`.
+        small_starts: See `SharedBlocks`.
+    """
+    of_block, has_rows = TILE_TOKENS // SMALL_BLOCK, (group > 0).astype(jnp.int32)
+    color = (jnp.cumsum(has_rows, 1, dtype=jnp.int32) - has_rows) % of_block
+    first, group = first.reshape(-1), group.reshape(-1)
+    after = first + group
+    number = jnp.where(group > 0, (after - 1) // of_block - first // of_block + 1, 0)
+    ends = jnp.cumsum(number, dtype=jnp.int32)
+    most = small.shape[0] // of_block + first.shape[0]
+    index = jnp.arange(most, dtype=jnp.int32)
+    slot = (ends <= index[:, None]).sum(1, dtype=jnp.int32)
+    is_entry = slot < first.shape[0]
+    own = jnp.minimum(slot, first.shape[0] - 1)
+    block = first[own] // of_block + index - (ends - number)[own]
+    begin, end = (
+        jnp.clip(one[own] - block * of_block, 0, of_block) * SMALL_BLOCK
+        for one in (first, after)
+    )
+    return SharedBlocks(
+        block=jnp.where(is_entry, block, 0),
+        slot=jnp.where(is_entry, own, -1),
+        rows=jnp.where(is_entry, begin << 8 | end, 0),
+        starts=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+        first=first,
+        color=color.reshape(-1),
+        small=small,
+        small_starts=small_starts,
+    )
 
 
 def rows_at(

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlora.pallas_kernels.backends import get_backend
-from jaxlora.pallas_kernels.checks import check_experts
-from jaxlora.pallas_kernels.dropout import Dropout, expert_mask_words
+from jaxlora.pallas_kernels.checks import check_experts, unshared
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, expert_mask_words
 from jaxlora.pallas_kernels.expert_rows import (
+    SMALL_BLOCK,
     RowPlan,
     combine_rows,
     gather_rows,
@@ -29,6 +30,30 @@ from jaxlora.pallas_kernels.op import Passes, passes_of, with_gradient
 from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
 from jaxlora.pallas_kernels.varying import vary, varying_axes
+
+_SHARED_SLOT_ROWS = 256  # rows of a slot up to which shared blocks are faster
+
+
+def block_rows_for(
+    implementation: str,
+    projections: Sequence[Projection],
+    num_adapters: int,
+    num_copies: int,
+) -> int:
+    """Returns `block_rows` for `route_rows`, with which linears of experts are fastest.
+
+    Args:
+        implementation: Name of the kernel back end in `BACKENDS`.
+        projections: The linears of the experts, as `expert_linears` takes them.
+        num_adapters: G.
+        num_copies: T k. With many rows in a slot, there is little padding to save.
+    """
+    backend, num_slots = get_backend(implementation), projections[0].a.shape[0]
+    gains = num_copies <= _SHARED_SLOT_ROWS * num_slots
+    gains = gains and num_adapters > 1 and not backend.is_plain
+    if gains and unshared(backend, projections) is None:
+        return SMALL_BLOCK
+    return TILE_TOKENS
 
 
 @typing.no_type_check  # `checks.py` has better messages
@@ -106,6 +131,11 @@ def expert_gate(
         ValueError: As for `expert_linears`.
     """
     backend = get_backend(implementation)
+    if plan.block_rows != TILE_TOKENS:
+        raise ValueError(
+            f"the plan's blocks have {plan.block_rows} rows, and expert_gate takes "
+            f"blocks of {TILE_TOKENS}. Leave block_rows of route_rows out."
+        )
     check_experts(backend, x, projections, plan)
     h = jax.ShapeDtypeStruct((x.shape[0], projections[0].b.shape[2]), x.dtype)
     check_experts(backend, h, following, plan)
@@ -183,7 +213,9 @@ def _output_with_gradient(passes: Passes):
             w_transposed, kept, [gather_rows(dy, plan)], row_weights=of_row
         )
         dh = dh.astype(jnp.float32)
-        dweights = rows_at((h.astype(jnp.float32) * dh).sum(1), plan.row)
+        # Without the barrier, XLA keeps h from before it was rounded, in float32.
+        wide = jax.lax.optimization_barrier(h).astype(jnp.float32)
+        dweights = rows_at((wide * dh).sum(1), plan.row)
         if projection.bias is not None:
             dweights += _of_bias(dy, projection.bias, plan)
         dh = (dh * of_row[:, None]).astype(h.dtype)

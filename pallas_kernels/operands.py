@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, MaskWords, mask_words
-from jaxlora.pallas_kernels.expert_rows import RowPlan
+from jaxlora.pallas_kernels.expert_rows import RowPlan, SharedBlocks
 from jaxlora.pallas_kernels.given_mask import GivenMask
 from jaxlora.pallas_kernels.projection import (
     RANK_STEP,
@@ -59,22 +59,25 @@ def unsupported_linear(
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of 64 token rows, each with one slot.
+    """Blocks of 64 token rows, each with one slot unless they are shared.
 
     Attributes:
-        slot: Slot of each block; -1 for padding.
-        order: Blocks sorted by slot, with padding last.
+        slot: Slot of each block, if it is shared the first; -1 for padding.
+        order: Blocks sorted by slot, with padding last. Shared ones occur once for each
+            of their slots.
         starts: Index in `order` of each slot's first block, and of the padding's.
         num_tiles: Number of pairs of blocks, [1]; the kernels neither read nor write
             the rows of those after them. None: all of them.
         usual_number: Number of blocks in these, as launches are planned; None: all.
+        shared: The slots of shared blocks, or None.
     """
 
     slot: Int[Array, " NB"]
-    order: Int[Array, " NB"]
+    order: Int[Array, " NE"]
     starts: Int[Array, " G1"]
     num_tiles: Int[Array, " 1"] | None = None
     usual_number: int | None = None
+    shared: SharedBlocks | None = None
 
     @property
     def planned_number(self) -> int:
@@ -112,8 +115,11 @@ def make_blocks(
 
 def blocks_of(plan: RowPlan) -> Blocks:
     """Returns the blocks of experts' rows."""
-    usual, num_tiles = plan.usual_blocks, plan.num_tiles
-    return Blocks(plan.slot, plan.order, plan.starts, num_tiles, usual)
+    usual, num_tiles = plan.usual_rows // TILE_TOKENS, plan.num_tiles
+    if (shared := plan.shared) is None:
+        return Blocks(plan.slot, plan.order, plan.starts, num_tiles, usual)
+    slot = plan.slot.reshape(-1, TILE_TOKENS // plan.block_rows)[:, 0]
+    return Blocks(slot, shared.block, shared.starts, num_tiles, usual, shared)
 
 
 @dataclasses.dataclass(frozen=True)

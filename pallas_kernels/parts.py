@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import SMALL_BLOCK
 from jaxlora.pallas_kernels.operands import Blocks
 
 _MIN_PART_BLOCKS = 8  # a part of fewer blocks costs more to add up than it saves
 _MIN_SPLIT_BLOCKS = 2 * _MIN_PART_BLOCKS  # of a slot with two parts
+_EXPERT_PART_BLOCKS = 64  # of experts, whose slots are many
+ROW_BITS, COLOR_BIT, BAD_BIT = 20, 26, 28  # of the numbers in `PartTable.rows`
 
 
 @typing.no_type_check  # JAX also builds it from references
@@ -26,6 +30,10 @@ class PartTable:
         row: Row of the partial sums that each part writes; -1: it is the only part of
             its slot and is written to the result.
         num_parts: Number of parts; the entries after them are unused.
+        rows: If blocks are shared: the first row of each part, counted from its first
+            block, the row after its last, the slot's color, and whether the sum's
+            operands may not be finite in other rows of these blocks, as
+            `bad << 28 | color << 26 | first << 20 | after`.
     """
 
     slot: Int[Array, " P"]
@@ -33,6 +41,7 @@ class PartTable:
     num_blocks: Int[Array, " P"]
     row: Int[Array, " P"]
     num_parts: Int[Array, " 1"]
+    rows: Int[Array, " P"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,30 +85,49 @@ def make_parts(blocks: Blocks, max_parts: int, *, direct: bool = False) -> Parts
         direct: Whether the only part of a slot is written to the result at once. Then
             a slot without rows has an empty part, so that its result is written too.
     """
-    starts, num_blocks = blocks.starts, blocks.slot.shape[0]
+    # Shared blocks are divided between groups of 16 rows, as in blocks of their own.
+    groups, starts, num_blocks = 1, blocks.starts, blocks.slot.shape[0]
+    if (shared := blocks.shared) is not None:
+        groups, starts = TILE_TOKENS // SMALL_BLOCK, shared.small_starts
     start, own = starts[:-1], starts[1:] - starts[:-1]
-    num_parts = jnp.clip(own // _MIN_PART_BLOCKS, 1, max_parts)
+    least_blocks = _MIN_PART_BLOCKS if blocks.num_tiles is None else _EXPERT_PART_BLOCKS
+    least = least_blocks * groups
+    num_parts = jnp.clip(own // least, 1, max_parts)
     num_parts = num_parts if direct else jnp.where(own > 0, num_parts, 0)
     end = jnp.cumsum(num_parts, dtype=jnp.int32)
     first = end - num_parts
     num_slots = own.shape[0]
-    room = min(max_parts * num_slots, num_slots + num_blocks // _MIN_PART_BLOCKS)
+    room = min(max_parts * num_slots, num_slots + num_blocks // least_blocks)
     index = jnp.arange(room, dtype=jnp.int32)
     slot = (end <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     slot = jnp.minimum(slot, num_slots - 1)
     part = index - first[slot]
     divisor = jnp.maximum(num_parts[slot], 1)
     begin, after = (own[slot] * n // divisor for n in (part, part + 1))
-    equal = max(num_blocks // num_slots // _MIN_PART_BLOCKS, 1)
+    equal = max(num_blocks // num_slots // least_blocks, 1)
     row, first_row, num_rows, split_slots = index, first, room, None
     if direct:
-        # A slot with n parts has 8 n blocks or more, so its rows are its own.
-        first_row = start // _MIN_PART_BLOCKS
+        # A slot with n parts has n times the least blocks, so its rows are its own.
+        first_row = start // least
         row = jnp.where(num_parts[slot] > 1, first_row[slot] + part, -1)
-        num_rows = max(num_blocks // _MIN_PART_BLOCKS, 1)
-        split_slots = _split_slots(starts, num_parts > 1, num_blocks)
+        num_rows = max(num_blocks // least_blocks, 1)
+        split_slots = _split_slots(
+            starts, num_parts > 1, num_blocks * groups, 2 * least
+        )
+    table = PartTable(slot, start[slot] + begin, after - begin, row, end[-1:])
+    if shared is not None:
+        of_slot = shared.first[slot]
+        begin, after = of_slot + begin, of_slot + after
+        block = begin // groups
+        entry = blocks.starts[slot] + block - of_slot // groups
+        number = jnp.where(after > begin, -(-after // groups) - block, 0)
+        rows = [(one - block * groups) * SMALL_BLOCK for one in (begin, after)]
+        packed = shared.color[slot] << COLOR_BIT | rows[0] << ROW_BITS | rows[1]
+        table = dataclasses.replace(
+            table, first_block=entry, num_blocks=number, rows=packed
+        )
     return Parts(
-        table=PartTable(slot, start[slot] + begin, after - begin, row, end[-1:]),
+        table=table,
         max_parts=max_parts,
         usual_number=num_slots * min(equal, max_parts),
         num_rows=num_rows,
@@ -109,18 +137,18 @@ def make_parts(blocks: Blocks, max_parts: int, *, direct: bool = False) -> Parts
     )
 
 
-def _split_slots(starts, is_split: Bool[Array, " G"], num_blocks: int):
+def _split_slots(starts, is_split: Bool[Array, " G"], num_blocks: int, least: int):
     """Returns the slots with more than one part among numbers from G on, all different.
 
-    Such a slot has 16 blocks or more, so it has the block in `Blocks.order` at a
-    multiple of 16. It is found at the first of these.
+    Such a slot has the least number of blocks or more, so it has the block in
+    `Blocks.order` at a multiple of it. It is found at the first of these.
     """
     (num_slots,) = is_split.shape
-    number = jnp.arange(-(-num_blocks // _MIN_SPLIT_BLOCKS), dtype=jnp.int32)
-    place = number * _MIN_SPLIT_BLOCKS
+    number = jnp.arange(-(-num_blocks // least), dtype=jnp.int32)
+    place = number * least
     slot = (starts[1:] <= place[:, None]).sum(axis=1, dtype=jnp.int32)
     inside = jnp.minimum(slot, num_slots - 1)
-    is_first = starts[inside] > place - _MIN_SPLIT_BLOCKS
+    is_first = starts[inside] > place - least
     is_found = (slot < num_slots) & is_split[inside] & is_first
     return jnp.where(is_found, slot, num_slots + number)
 

@@ -20,7 +20,7 @@ def violations(
     The rules are:
 
     - Each sample appears exactly once.
-    - A microbatch stays within its capacity, and its number of samples.
+    - A microbatch stays within its capacity, and its numbers of samples and jobs.
     - A microbatch holds samples of at most one global batch of each job, and samples of
       the same job are adjacent.
     - The batches of a job run in order. The first tick of a batch comes at least
@@ -94,12 +94,18 @@ def microbatch_violations(i: int, microbatch: Microbatch, limits: Limits) -> lis
             f"microbatch {i} has {len(microbatch)} samples; {limits.max_samples} are "
             "allowed."
         )
+    jobs = {sample.owner for sample in microbatch}
+    if len(jobs) > limits.most_jobs:
+        out.append(
+            f"microbatch {i} has samples of {len(jobs)} jobs; {limits.max_jobs} are "
+            "allowed."
+        )
     runs = [
         s.owner
         for k, s in enumerate(microbatch)
         if k == 0 or s.owner != microbatch[k - 1].owner
     ]
-    if len(runs) != len(set(runs)):
+    if len(runs) != len(jobs):
         out.append(f"microbatch {i} does not keep the samples of a job adjacent.")
     return out
 

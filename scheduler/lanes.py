@@ -164,12 +164,13 @@ def pooled(
         for stage in cost.stages
     )
     buckets = tuple(num_lanes * bucket for bucket in cost.buckets)
-    most = limits.max_samples
+    samples, jobs = limits.max_samples, limits.max_jobs
     return (
         dataclasses.replace(
             limits,
             capacity=max(limits.capacity, blocks * limits.block_tokens),
-            max_samples=None if most is None else num_lanes * most,
+            max_samples=None if samples is None else num_lanes * samples,
+            max_jobs=None if jobs is None else num_lanes * jobs,
         ),
         dataclasses.replace(cost, stages=stages, buckets=buckets),
     )

@@ -37,15 +37,19 @@ class Limits:
             padded to a whole number of blocks.
         max_samples: Maximum number of samples in a microbatch, which `joint` keeps;
             None: any number.
+        max_jobs: Maximum number of jobs in a microbatch, which `joint` and first-fit
+            decreasing keep; None: any number.
     """
 
     capacity: int
     block_tokens: int
     max_samples: int | None = None
+    max_jobs: int | None = None
 
     def __post_init__(self):
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"max_samples={self.max_samples} must be positive.")
+        for name in ("max_samples", "max_jobs"):
+            if (most := getattr(self, name)) is not None and most < 1:
+                raise ValueError(f"{name}={most} must be positive.")
         if self.block_tokens < 1 or self.capacity < 1:
             raise ValueError(
                 f"capacity and block_tokens must be positive, got {self.capacity} and "
@@ -61,6 +65,11 @@ class Limits:
     def most_samples(self) -> float:
         """Maximum number of samples in a microbatch, which may be infinity."""
         return math.inf if self.max_samples is None else self.max_samples
+
+    @property
+    def most_jobs(self) -> float:
+        """Maximum number of jobs in a microbatch, which may be infinity."""
+        return math.inf if self.max_jobs is None else self.max_jobs
 
     def padded(self, num_tokens: int) -> int:
         """Rounds the tokens of one job up to a whole number of blocks."""
@@ -162,9 +171,14 @@ class Schedule:
         return real / max(1, len(self.microbatches) * self.limits.capacity)
 
     @property
-    def keeps_max_samples(self) -> bool:
-        """Whether no microbatch has more samples than `Limits.max_samples`."""
-        return all(len(m) <= self.limits.most_samples for m in self.microbatches)
+    def keeps_numbers(self) -> bool:
+        """Whether no microbatch has more samples or jobs than `limits` say."""
+        limits = self.limits
+        return all(
+            len(m) <= limits.most_samples
+            and len({s.owner for s in m}) <= limits.most_jobs
+            for m in self.microbatches
+        )
 
 
 def in_order(samples: Iterable[Sample]) -> Microbatch:

@@ -350,6 +350,35 @@ def optimizer_step(
     return new, result
 
 
+def slot_step(
+    state: AdapterState,
+    slot: Int[Array, ""],
+    inputs: OptimizerInputs,
+    ranks: Int[Array, "M G"],
+    *,
+    linears: Mapping[str, Sequence[int]],
+) -> tuple[AdapterState, StepResult]:
+    """Applies an optimizer step to one slot, on one device; reads no other slot.
+
+    It takes the time of one slot, however many there are.
+
+    Args:
+        state: All slots.
+        slot: Number of the slot, int32.
+        inputs: Settings of the step, of one row.
+        ranks: As for `optimizer_step`, and so is `linears`.
+        linears: Row of `ranks` of each layer of the stacks, by name.
+    """
+    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state)
+    rank = jax.lax.dynamic_slice_in_dim(ranks, slot, 1, axis=1)
+    own, result = optimizer_step(own, inputs, (), rank, linears=linears)
+
+    def put(table, row):
+        return jax.lax.dynamic_update_slice_in_dim(table, row, slot, 0)
+
+    return jax.tree.map(put, state, own), result
+
+
 def _ranks(
     params: Tables, ranks: jax.Array | None, linears: Mapping[str, Sequence[int]]
 ) -> dict[str, Int[Array, "G L"]]:

@@ -15,6 +15,16 @@ from jaxlora.modules.variants.table import replaces_lora
 Wanted = str | Sequence[str]
 _ALL_EXPERTS = ".*experts.*"
 _FROZEN = ("model.embed_tokens", "lm_head")
+_ROUTER_HINT = (
+    " Routers and gates of experts stay frozen, as no loss here keeps the experts' "
+    "loads balanced: it would tie the jobs of a microbatch to each other. Leave it out."
+)
+_MIXTRAL_HINT = " Mixtral's w1, w2 and w3 are gate_proj, down_proj and up_proj here."
+# Of models with experts, by the last part of a name.
+_MIXTURE_HINTS = {
+    **dict.fromkeys(("gate", "router", "proj", "shared_expert_gate"), _ROUTER_HINT),
+    **dict.fromkeys(("w1", "w2", "w3"), _MIXTRAL_HINT),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -380,6 +390,8 @@ def _check_entry(
         return
     near = difflib.get_close_matches(entry, exist, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if any(map(is_of_expert, names)):
+        hint = _MIXTURE_HINTS.get(entry.rpartition(".")[2], hint)
     raise ConfigError(
         f"{where} entry {entry!r} matches no linear of the model.{hint} There are: "
         f"{', '.join(exist)}.{_of_experts(names) if 'experts' in entry else ''}"

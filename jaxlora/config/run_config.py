@@ -51,6 +51,8 @@ class RunConfig(BaseSettings):
         slot_targets: Modules that get slots, as in `target_modules`, beyond those of
             the jobs: for jobs that join later.
         slot_dropout: Whether slots can drop features; None: if any job does.
+        adapters_per_microbatch: Most adapters of experts in a microbatch. Each adapter
+            of an expert fills whole blocks of rows, so more of them need more padding.
         expert_layout: How LoRA on experts is written to PEFT folders: `per_expert`, a
             tensor for each linear of an expert; `fused`, one for those of all experts;
             or `auto`: as peft reads it, per expert if it reads both.
@@ -151,6 +153,7 @@ class RunConfig(BaseSettings):
     slot_rank: PositiveInt | None = None
     slot_targets: Texts | None = None
     slot_dropout: Bool | None = None
+    adapters_per_microbatch: PositiveInt = 4
     expert_layout: Literal["auto", "per_expert", "fused"] = "auto"
     mesh: str = ONE_DEVICE
     replicas: (

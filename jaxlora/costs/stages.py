@@ -5,7 +5,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
-from jaxlora.costs.work import Passes, Work, embedding_work, head_work, layer_work
+from jaxlora.costs.work import (
+    Passes,
+    Work,
+    embedding_work,
+    head_work,
+    layer_work,
+    microbatch_work,
+)
 from jaxlora.errors import ConfigError
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -54,6 +61,12 @@ def decoder_seconds(
     layers[0] += seconds(embedding_work(spec))
     layers[-1] += seconds(head_work(spec, _TARGET_SHARE))
     return tuple(layers)
+
+
+def microbatch_seconds(spec: DecoderSpec, speed: DeviceSpeed = UNKNOWN_DEVICE) -> float:
+    """Estimates the time of a microbatch that no token adds to, as of experts."""
+    works = (microbatch_work(spec, i) for i in range(spec.config.num_layers))
+    return sum(speed.compute_seconds(work.both) for work in works)
 
 
 def total(layers: Iterable[Passes[float]]) -> Passes[float]:

@@ -6,6 +6,7 @@ of a linear costs as much as its forward pass: it has no gradient of the weight.
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.banded_attention import band_tokens
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
 from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
-from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import TILE_ROWS
 
 
 class _DeltaWaits(NamedTuple):
@@ -40,10 +41,6 @@ class _DeltaWaits(NamedTuple):
 
 _PLAIN_DELTA = _DeltaWaits(9, 3.2)  # 4.7 ms forward, and 15 ms in both passes
 _TRITON_DELTA = _DeltaWaits(3.2, 3.6)  # 0.27 and 0.96 ms
-# The padding of experts depends on the tokens and the adapters of microbatches, which
-# are not known here.
-_MICROBATCH_TOKENS = 16384
-_MICROBATCH_SLOTS = 4
 # Traffic per score of plain XLA's attention, forward: in float32 to memory, three times
 # from there for the softmax, and the weights in bfloat16. It was not measured.
 _SCORE_BYTES = 20
@@ -114,7 +111,7 @@ def layer_work(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work
         if spec.slots is not None and is_adapted:
             rank = spec.slots.rank_of(is_of_experts=linear.experts is not None)
         fp8_forward, fp8_backward = _fp8_passes(spec, path)
-        copies = _copies(spec, linear)
+        copies = _copies(linear)
         forward += copies * _product_work(linear, rank, is_fp8=fp8_forward)
         backward += copies * _product_work(linear, 2 * rank, is_fp8=fp8_backward)
     mixing = _mixing_passes(spec, layer, mean_tokens)
@@ -152,7 +149,7 @@ def head_work(spec: DecoderSpec, target_share: float = 1.0) -> Passes[Work]:
 def _fp8_passes(spec: DecoderSpec, path: str) -> tuple[bool, bool]:
     """Whether the forward and the backward pass of a linear multiply in fp8."""
     base = spec.options.base_format
-    if base is None or not base.quantizes(path):
+    if base is None or not base.quantizes(path) or ".experts." in path:
         return False, False
     return base.options.multiplies_forward, base.options.multiplies_backward
 
@@ -166,15 +163,47 @@ def _product_work(linear: LayerLinear, rank: int, *, is_fp8: bool = False) -> Wo
     return Work(flops=frozen + adapter)
 
 
-def _copies(spec: DecoderSpec, linear: LayerLinear) -> float:
-    """Returns how many rows of a token a linear computes, with a share of padding."""
-    shape = linear.experts
-    if shape is None:
-        return 1.0
-    num_groups = shape.number * min(spec.num_expert_slots, _MICROBATCH_SLOTS)
-    # Half of the last block of a group is padding, and half of a tile's last one.
-    padding = (num_groups + shape.number) / 2 * TILE_TOKENS
-    return shape.chosen + padding / _MICROBATCH_TOKENS
+def _copies(linear: LayerLinear) -> int:
+    """Returns how many rows of a token a linear computes."""
+    return 1 if linear.experts is None else linear.experts.chosen
+
+
+def microbatch_work(spec: DecoderSpec, layer: int) -> Passes[Work]:
+    """Counts the work of a microbatch in one layer that no token adds to.
+
+    Blocks of experts' rows have padding, and their weights may be dequantized. That of
+    other linears was not measured.
+    """
+    forward, backward = Work(), Work()
+    for name, linear in linears(spec.config, layer).items():
+        if (shape := linear.experts) is None:
+            continue
+        path, rank = f"layers.{layer}.{name}", 0
+        if spec.slots is not None and path in spec.adapted:
+            rank = spec.slots.rank_of(is_of_experts=True)
+        # Half of the last block of a group is padding, and half of a tile's last one.
+        rows = spec.expert_block_rows
+        padding = shape.number * (spec.num_expert_slots * rows + TILE_ROWS - rows) / 2
+        read = _dequantizing(spec, linear, path)
+        forward += padding * _product_work(linear, rank) + read
+        backward += padding * _product_work(linear, 2 * rank) + read
+        # Nothing in the backward pass needs the output of the last one again.
+        if spec.options.remat in ("mlp", "layer") and linear.role != "row":
+            again = rank if spec.options.remat == "layer" else 0
+            backward += padding * _product_work(linear, again) + read
+    return Passes(forward=forward, backward=backward)
+
+
+def _dequantizing(spec: DecoderSpec, linear: LayerLinear, path: str) -> Work:
+    """Work of dequantizing a linear of all experts of a layer once."""
+    base, shape = spec.options.base_format, linear.experts
+    if shape is None or base is None or not base.quantizes(path):
+        return Work()
+    sizes = linear.out_features, linear.in_features, shape.number
+    stored = base.shapes(*sizes).values()
+    read = sum(math.prod(one.shape) * one.dtype.itemsize for one in stored)
+    written = math.prod(sizes) * jnp.dtype(spec.options.dtype).itemsize
+    return Work(memory_bytes=read + written)
 
 
 def _mixing_passes(spec: DecoderSpec, layer: int, mean_tokens: float) -> Passes[Work]:
@@ -266,7 +295,7 @@ def _remat_work(
 
     def frozen(linear: LayerLinear) -> Work:
         is_fp8, _ = _fp8_passes(spec, f"layers.{layer}.{linear.name}")
-        return _copies(spec, linear) * _product_work(linear, 0, is_fp8=is_fp8)
+        return _copies(linear) * _product_work(linear, 0, is_fp8=is_fp8)
 
     if spec.options.remat == "layer":
         # Nothing in the backward pass needs the layer's output again.

@@ -147,6 +147,20 @@ def split_by_segment_limit(
     return [tuple(part) for part in parts]
 
 
+def split_by_jobs(microbatch: Microbatch, max_jobs: int) -> list[Microbatch]:
+    """Splits a microbatch, in order, into parts with samples of at most so many jobs.
+
+    Args:
+        microbatch: The groups of samples; those of one job are adjacent.
+        max_jobs: Most jobs in one part.
+    """
+    jobs = list(dict.fromkeys(sample.owner for sample in microbatch))
+    return [
+        tuple(s for s in microbatch if s.owner in jobs[i : i + max_jobs])
+        for i in range(0, max(1, len(jobs)), max_jobs)
+    ]
+
+
 def pack_tick(
     microbatches: Sequence[Microbatch],
     batches: Mapping[int, JobBatch],
@@ -206,6 +220,9 @@ def pack_microbatch(
     labels: Any = np.zeros_like(token_ids)
     labels[:-1] = token_ids[1:]
     labels[ends - 1] = 0  # nothing follows the last token of a sample
+    for start, run in zip(starts, runs, strict=True):
+        if run.of is not None and (own := run.of[1].labels) is not None:
+            labels[start : start + run.length] = own
     positions = np.arange(limits.capacity, dtype=np.int32) - by_row(starts)
     positions[by_row(run.of is None for run in runs) > 0] = 0
     slots = by_row(-1 if run.of is None else run.of[0].slot for run in runs)

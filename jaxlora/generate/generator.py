@@ -190,7 +190,7 @@ class Generator:
         named = {} if adapters is None else named_adapters(adapters)
         self._loading: Future[FrozenModel] = Future()
         if isinstance(model, FrozenModel):
-            _check_one_device(model)
+            check_one_device(model, "generation")
             self._loading.set_result(model)
         else:
             model = _opened(model)
@@ -313,12 +313,21 @@ def _checked_kwargs(kwargs: Any) -> dict[str, Any] | None:
         raise ConfigError(f"chat_template_kwargs: {error}") from None
 
 
-def _check_one_device(model: FrozenModel) -> None:
+def check_one_device(model: FrozenModel, what: str) -> None:
+    """Refuses a model that is divided among devices.
+
+    Args:
+        model: The model.
+        what: What runs on one device, for the error.
+
+    Raises:
+        ConfigError: It is.
+    """
     for array in model.params.values():
         where: Any = array.sharding
         if isinstance(where, NamedSharding) and where.mesh.size > 1:
             raise ConfigError(
-                f"the model lies on {where.mesh.size} devices, and generation runs on "
+                f"the model lies on {where.mesh.size} devices, and {what} runs on "
                 "one. Load it with load_model(...) without `place`."
             )
 

@@ -33,7 +33,11 @@ logger = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints hold these tensors, which are recomputed from the config here.
 _HARMLESS_EXTRA = ("rotary_emb.inv_freq",)
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales)?")
+_FUSED = re.compile(
+    r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_scale_inv)?"
+)
+# Names of an expert's part of such a tensor, by what ends the name of the whole.
+_PARTS = {"_scales": "scales", "_scale_inv": "weight_scale_inv"}
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -311,7 +315,8 @@ def _with_single_experts(
     """Returns the files of all tensors, with one for each linear of an expert.
 
     Transformers 5 can write the experts of a layer as two tensors, of which one has
-    gate and up of an expert, one after the other; Gemma 4 always has these.
+    gate and up of an expert, one after the other; Gemma 4 always has these. In fp8 with
+    blocks, each has a tensor of scales.
 
     Args:
         files: The file of each tensor.
@@ -323,7 +328,8 @@ def _with_single_experts(
     found, wholes = {}, {}
     for name, file in files.items():
         match = _FUSED.fullmatch(name)
-        if match is None or len(file.shape(name)) < 3 or (match[3] and not is_fused):
+        of_fused = match is not None and match[3] in ("_blocks", "_scales")
+        if match is None or len(file.shape(name)) < 3 or (of_fused and not is_fused):
             found[name] = file
             continue
         experts, kind, part = match.groups()
@@ -338,7 +344,7 @@ def _with_single_experts(
                 "copy it again."
             )
         parts = [
-            f"{experts}.{i}.{linear}.{'scales' if part == '_scales' else 'weight'}"
+            f"{experts}.{i}.{linear}.{_PARTS.get(part, 'weight')}"
             for i in range(number)
             for linear in linears
         ]

@@ -60,8 +60,8 @@ class JobLosses:
         metrics: Sums of the metrics of the run's objectives, by name; 0 for slots of
             jobs with another objective.
         is_finite: Whether all of the slot's hidden states are finite.
-        nll: Negative log likelihood of each row's label; 0 in rows that are no targets.
-            None in training.
+        nll: Negative log likelihood of each row's label; 0 in rows that are no targets
+            and not read. None in training, unless an objective reads rows.
     """
 
     loss: Float[Array, " G"]
@@ -118,39 +118,50 @@ def label_nll(
     hidden: Float[Array, "T D"],
     before: Float[Array, "U D"],
 ) -> Float[Array, " T"]:
-    """Negative log likelihood of the labels, in nats; 0 in rows that are no targets.
+    """Negative log likelihood of the labels, in nats; 0 in rows that need none.
 
     Args:
         decoder: The decoder, or its last stage.
-        batch: The microbatch; the objectives of the decoder say which rows are targets.
+        batch: The microbatch; the objectives of the decoder say which rows are targets,
+            and which are read without a gradient.
         hidden: Hidden states after the final norm, all rows.
         before: Hidden states before the last layer, see `Decoder.stored_head`.
     """
+    names = decoder.options.objectives
     is_target = functools.reduce(
         jnp.logical_or,
-        [
-            OBJECTIVES[name].is_target(batch.loss_inputs[name])
-            for name in decoder.options.objectives
-        ],
+        [OBJECTIVES[name].is_target(batch.loss_inputs[name]) for name in names],
     )
     hidden = decoder.head_input(hidden)
     head, transposed = decoder.stored_head(before)
     labels, cap = _labels(decoder, batch), decoder.config.logit_softcap
-    whole, by_frozen = decoder.whole_heads(batch.block_adapter), is_target
-    if whole is not None:
-        by_frozen = is_target & (whole.slots(len(hidden)) < 0)
-    nll = target_nll(
-        hidden,
-        head,
-        labels,
-        by_frozen,
-        head_transposed=transposed,
-        logit_softcap=cap,
-        own=decoder.own_head_rows(batch.block_adapter),
-        vocab_parts=decoder.options.tensor,
-    )
-    if whole is not None:
-        nll += whole_nll(hidden, whole, labels, is_target, logit_softcap=cap)
+
+    def nll_of(rows, hidden, whole, own):
+        by_frozen = rows
+        if whole is not None:
+            by_frozen = rows & (whole.slots(len(hidden)) < 0)
+        nll = target_nll(
+            hidden,
+            head,
+            labels,
+            by_frozen,
+            head_transposed=transposed,
+            logit_softcap=cap,
+            own=own,
+            vocab_parts=decoder.options.tensor,
+        )
+        if whole is not None:
+            nll += whole_nll(hidden, whole, labels, rows, logit_softcap=cap)
+        return nll
+
+    block = batch.block_adapter
+    given = hidden, decoder.whole_heads(block), decoder.own_head_rows(block)
+    nll = nll_of(is_target, *given)
+    for name in names:
+        if (is_read := OBJECTIVES[name].is_read) is not None:
+            rows = is_read(batch.loss_inputs[name]) & ~is_target
+            # Without a gradient, these rows cost a product with the head, not two.
+            nll += nll_of(rows, *jax.lax.stop_gradient(given))
     return nll
 
 

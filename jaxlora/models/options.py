@@ -47,6 +47,8 @@ class DecoderOptions:
             axis `tensor` of that size. Hidden states between the halves of its layers
             have a part of the rows then.
         kv_parts: Number of these devices that have different key-value heads.
+        most_adapters: Most slots that have rows in a microbatch, if some of them adapt
+            experts; None: all slots may. The result is NaN where more have rows.
         objectives: Objectives of the jobs that it can train.
         layers_per_program: Number of layers that each program runs; None: all of them.
             See `jaxlora.models.sections`.
@@ -64,6 +66,7 @@ class DecoderOptions:
     expert: int = 1
     tensor: int = 1
     kv_parts: int = 1
+    most_adapters: int | None = None
     objectives: tuple[str, ...] = (NEXT_TOKEN.name,)
     layers_per_program: int | None = None
 

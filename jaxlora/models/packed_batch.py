@@ -17,8 +17,8 @@ class PackedBatch:
         token_ids: Token ids; 0 in padding rows.
         positions: Position of each token in its sample.
         segment_ids: Index of the sample that each row belongs to; -1 in padding rows.
-        labels: The token that each row should predict, which is the next one of its
-            sample.
+        labels: The token that each row should predict: the next one of its sample, or
+            one that came with the sample.
         loss_inputs: What each objective of the run reads of its rows, by name of the
             objective; 0 in other rows.
         group_ids: Index of the group of samples that each row belongs to; -1 in padding

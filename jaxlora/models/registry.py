@@ -114,8 +114,7 @@ def _family(config: Mapping[str, Any]) -> type[HfConfig]:
     read = () if known is None else known.model_fields
     experts = [key for key in _EXPERTS if config.get(key) and key not in read]
     if experts:
-        none = ModelConfig.expert_shape
-        others = [n for n, x in FAMILIES.items() if x.MODEL.expert_shape is not none]
+        others = [n for n, x in FAMILIES.items() if "num_experts" in x.model_fields]
         raise ModelError(
             f"config.json sets {experts[0]}={shown(config[experts[0]])}: "
             "mixture-of-experts models are not supported, except "

@@ -20,6 +20,8 @@ from jaxlora.models.structure import AbstractVariable, linears, variables
 from jaxlora.models.tensor_parallel import part_config
 from jaxlora.modules.base_param import BaseParam, WeightLayout
 from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.pallas_kernels import Projection, block_rows_for
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -67,10 +69,26 @@ class DecoderSpec:
 
     @property
     def num_expert_slots(self) -> int:
-        """Number of slots that the rows of experts tell apart; 1 if none adapts any."""
+        """Most slots of a microbatch that experts tell apart; 1 if none adapts any."""
         if self.slots is None or not any(".experts." in path for path in self.adapted):
             return 1
-        return self.slots.num_slots
+        most, num_slots = self.options.most_adapters, self.slots.num_slots
+        if most is None:
+            return num_slots
+        return min(num_slots, most * self.config.expert_parts)
+
+    @property
+    def expert_block_rows(self) -> int:
+        """Rows of a block of experts' rows in training; see `block_rows_for`."""
+        if self.slots is None:
+            return TILE_TOKENS
+        rank, drops = self.slots.rank_of(is_of_experts=True), self.slots.use_dropout
+        like: Any = jax.ShapeDtypeStruct((1, 1, rank), "float32")
+        one = Projection(w=like, a=like, b=like, scaling=like)
+        if drops:
+            one = dataclasses.replace(one, dropout=like)
+        backend = self.options.implementation
+        return block_rows_for(backend, [one], self.num_expert_slots)
 
     @property
     def has_embedding(self) -> bool:

@@ -121,6 +121,9 @@ class Objective:
         soft_labels: Names of the inputs that say what its target rows predict: several
             tokens, their shares, and a factor of the logits. The likelihood of a row is
             then that of `jaxlora.modules.loss.SoftLabels`. None: the next token.
+        is_read: Which rows have a likelihood that is a result beside the loss, in
+            training, too. That of rows that are no targets has no gradient. None: only
+            evaluations have such results, of their targets.
         losses: The loss of each row, of which the sum is taken: from the negative log
             likelihoods in nats (0 in rows that are no targets), the inputs, and the
             number of each row's group in the microbatch (less than the number of rows;
@@ -157,6 +160,7 @@ class Objective:
     part_sizes: Callable[[Samples], tuple[int, ...]] = lambda samples: ()
     row_inputs: Callable[[Samples, Terms], dict[str, np.ndarray]]
     is_target: Callable[[RowInputs], Bool[Array, " T"]]
+    is_read: Callable[[RowInputs], Bool[Array, " T"]] | None = None
     soft_labels: tuple[str, str, str] | None = None
     losses: Callable[[Rows, RowInputs, Groups], Rows]
     metric_names: tuple[str, ...] = ()

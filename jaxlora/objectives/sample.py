@@ -1,6 +1,7 @@
 """A sample, as objectives read it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,9 @@ class TokenizedSample:
         weights: Weight of each token's loss as a target; None: all are 1.
         top: A teacher's most likely tokens in the place of each target; None: there is
             no teacher.
+        labels: The token that each row should predict; None: the next one.
+        inputs: Inputs of the rows by name, of a sample that comes with them; None: the
+            objective makes them.
     """
 
     token_ids: Int32[np.ndarray, " T"]
@@ -42,6 +46,8 @@ class TokenizedSample:
     reference_logp: float | None = None
     weights: Float32[np.ndarray, " T"] | None = None
     top: TopLogprobs | None = None
+    labels: Int32[np.ndarray, " T"] | None = None
+    inputs: Mapping[str, np.ndarray] | None = None
 
     @property
     def target_weights(self) -> Float32[np.ndarray, " _"] | None:

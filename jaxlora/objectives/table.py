@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from jaxlora.errors import ConfigError
 from jaxlora.objectives.base import Objective
+from jaxlora.objectives.datum import DATUM
 from jaxlora.objectives.distill import DISTILL
 from jaxlora.objectives.kto import KTO
 from jaxlora.objectives.next_token import NEXT_TOKEN
 from jaxlora.objectives.preference import CPO, DPO, ORPO, SIMPO
 from jaxlora.objectives.reward import REWARD
 
-_ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO, REWARD, DISTILL)
+_ALL = (NEXT_TOKEN, DPO, SIMPO, CPO, ORPO, KTO, REWARD, DISTILL, DATUM)
 OBJECTIVES: dict[str, Objective] = {one.name: one for one in _ALL}
 
 
@@ -36,15 +37,23 @@ def has_groups(objectives: Sequence[str]) -> bool:
     return any(one.group_size > 1 or one.sums_groups for one in read)
 
 
+def reads_rows(objectives: Sequence[str]) -> bool:
+    """Whether likelihoods of rows are results of training."""
+    return any(OBJECTIVES[name].is_read is not None for name in objectives)
+
+
 def find_objective(name: str) -> Objective:
-    """Returns an objective by its name.
+    """Returns the objective of jobs that has a name.
 
     Raises:
         ConfigError: There is none of this name.
     """
-    if name not in OBJECTIVES:
+    known = [
+        one for one in OBJECTIVES if one != DATUM.name
+    ]  # a job has data, not calls
+    if name not in known:
         raise ConfigError(
-            f"objective={name!r} must be one of {', '.join(OBJECTIVES)}. One of your "
+            f"objective={name!r} must be one of {', '.join(known)}. One of your "
             "own is registered with jaxlora.register_objective, in each process that "
             "trains."
         )

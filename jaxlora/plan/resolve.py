@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
+from jaxlora.adapters.files.expert_tensors import unread_layout
 from jaxlora.common.garbage import no_garbage_collection
 from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
@@ -11,6 +12,7 @@ from jaxlora.config.sweep_config import Sweep
 from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
 from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.structure import linear_names
 from jaxlora.plan.job.planned_model import PlannedModel, describe_base
 from jaxlora.plan.job.prepared_job import PreparedJob
 from jaxlora.plan.job.slot_spec import needed
@@ -51,9 +53,13 @@ def resolve(
         ConfigError: The mesh does not fit the devices or the model, no mesh has enough
             memory, no kernels or attention can run the model here, the slots or a
             microbatch cannot hold a job, or the run does not fit into memory by
-            estimate; or a sweep compares losses on different samples.
+            estimate; or a sweep compares losses on different samples; or no other
+            program would read the folders.
     """
     check_comparable(config.sweep, jobs)
+    names = linear_names(model.config)
+    if (reason := unread_layout(config.expert_layout, names)) is not None:
+        raise ConfigError(reason)
     jobs = [job for job in jobs if job.name not in ended]
     if shapes := config.replica_shapes:
         own = MeshSizes(tensor=shapes[0].tensor)
@@ -72,6 +78,17 @@ def resolve(
         _check_mesh(plan.config, model, machine)
         _check_adapters(plan.config, model, jobs)
     notes = [*plan.notes, *padding_notes]
+    if (most := plan.spec.options.most_adapters) is not None:
+        split = ""
+        if config.packer != "joint":
+            split = f"; what the packer {config.packer} makes is split so"
+        notes.append(
+            Note(
+                f"adapters_per_microbatch: at most {most} of {plan.num_slots} adapters "
+                f"share a microbatch, as each fills whole blocks of each expert's rows"
+                f"{split}"
+            )
+        )
     if plan.spec.options.base_format is not None:
         notes.append(Note(f"base: {describe_base(plan.spec)}"))
     if machine.profiles:

@@ -133,7 +133,11 @@ class RunPlan:
     def rules(self) -> Rules:
         """Settings that all microbatches of the run share."""
         config = self.config
-        limits = dataclasses.replace(config.limits, max_samples=self._max_samples)
+        limits = dataclasses.replace(
+            config.limits,
+            max_samples=self._max_samples,
+            max_jobs=self.spec.options.most_adapters,
+        )
         return Rules(
             limits=limits,
             lanes=self.lanes,

@@ -204,8 +204,9 @@ def plan_run(
         ConfigError: The run cannot be trained here.
     """
     plan = resolve(config, model, jobs, machine)
+    # All jobs share each microbatch, also where a run would have fewer in it.
     options = dataclasses.replace(
-        plan.spec.options, mean_segment_tokens=mean_segment_tokens
+        plan.spec.options, mean_segment_tokens=mean_segment_tokens, most_adapters=None
     )
     spec = dataclasses.replace(plan.spec, options=options)
     return dataclasses.replace(plan, stages=MeshStages.of(plan.config, spec))

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jaxlora.pallas_kernels.expert_rows import SMALL_BLOCK
 from jaxlora.pallas_kernels.mosaic.mask import (
     PER_COLUMN,
     PER_ROW,
@@ -47,6 +48,7 @@ from jaxlora.pallas_kernels.mosaic.ring import (
 
 TILE_ROWS = COMPUTE_WGS * ROWS
 _STAGES = 4
+_GROUPS = ROWS // SMALL_BLOCK  # of a shared block
 
 
 def expand_ring(
@@ -181,6 +183,8 @@ class Expand:
         b_gmem: B of each projection, [G, R, N]; [G, N, R] if its tiles are transposed.
         y_gmem: The result, [T, N]; zero in padding rows.
         slot_gmem: Slot of each block of 64 rows, [NB]; -1 for padding.
+        group_gmem: Slot of each group of 16 rows, [4 NB], if blocks are shared, or
+            None. B must be finite then, as the rows of other slots multiply it by zero.
         settings: `KernelSettings` of each projection, with only its own rows.
         bias_gmem: [N], or [L, N] for experts; or None.
         scale_gmem: Scales of the sum's rows, [T], and of its columns, [N], float32;
@@ -205,6 +209,7 @@ class Expand:
     b_gmem: tuple[Ref, ...]
     y_gmem: Ref
     slot_gmem: Ref
+    group_gmem: Ref = None
     settings: tuple
     bias_gmem: Ref
     scale_gmem: tuple[Ref, ...]
@@ -242,16 +247,23 @@ class Expand:
     def prefetch(self, item):
         """Reads a tile's slots, their chunks by projection, and index of the layer.
 
-        The slots are those of both blocks of rows.
+        The slots are those of both blocks of rows. If blocks are shared, the slots of
+        the tile's groups take the place of the chunks.
         """
         block, _ = self._block_and_column(item)
         slots = self._slot(block), self._slot(block + 1)
-        num_chunks = tuple(
-            tuple(self._num_chunks(settings.num_chunks, slot) for slot in slots)
-            for settings in self.settings
-        )
+        num_chunks = ()
+        if self.group_gmem is None:
+            num_chunks = tuple(
+                tuple(self._num_chunks(settings.num_chunks, slot) for slot in slots)
+                for settings in self.settings
+            )
         is_of_tile = self.layer_gmem.shape[0] > 1
         tile = lax.div(block, jnp.int32(COMPUTE_WGS)) if is_of_tile else 0
+        if self.group_gmem is not None:
+            first = block * _GROUPS
+            groups = tuple(self.group_gmem[first + i] for i in range(2 * _GROUPS))
+            return slots, groups, self.layer_gmem[tile]
         return slots, num_chunks, self.layer_gmem[tile]
 
     def _num_chunks(self, num_chunks, slot):
@@ -261,6 +273,10 @@ class Expand:
         num_steps = pl.cdiv(self.x_gmem[p].shape[1], self.x_smem.shape[2])
         num_steps = jnp.int32(num_steps)
         return jnp.where((slots[0] >= 0) | (slots[1] >= 0), num_steps, 0)
+
+    def _own_steps(self, num_steps, slot):
+        """Returns how many steps over K a warpgroup multiplies: padding needs none."""
+        return jnp.where(slot < 0, 0, num_steps)
 
     def _rank_steps(self, slots, num_chunks, wg):
         """Returns a warpgroup's rank steps: (before, own by projection, after).
@@ -296,12 +312,29 @@ class Expand:
         if self.ring.shape.num_tile_copies:
             pl.when(index > 0)(lambda: plgpu.barrier_wait(self.ring.tile_empty))
             self._load_tile_inputs(slots, block, column)
+        if self.group_gmem is not None:
+            return self._load_shared(prefetched, fill, step)
         for i, slot in enumerate(slots):
             shared = (i == 1) & (slots[0] == slots[1])
             for s, b, counts in zip(self.s_gmem, self.b_gmem, num_chunks, strict=True):
                 to = self._rank_step
                 one = functools.partial(fill, operands=(s, b), which=slot, to=to)
                 step = lax.fori_loop(0, jnp.where(shared, 0, counts[i]), one, step)
+        return step
+
+    def _load_shared(self, prefetched, fill, step):
+        """Fills the stages of the rank steps of a tile of shared blocks."""
+        _, groups, _ = prefetched
+        for operands in zip(self.s_gmem, self.b_gmem, strict=True):
+
+            def one(_, carry, operands=operands):
+                group, step = carry
+                slot, _, after = _run(groups, group)
+                to = self._rank_step
+                return after, fill(0, step, operands=operands, which=slot, to=to)
+
+            start = jnp.int32(0), step
+            step = lax.fori_loop(0, _num_runs(groups), one, start)[1]
         return step
 
     def _load_tile_inputs(self, slots, block, column):
@@ -331,7 +364,9 @@ class Expand:
         block, column = self._block_and_column(item)
         slots, num_chunks, layer = prefetched
         slot, row = jnp.where(wg == 0, slots[0], slots[1]), (block + wg) * ROWS
-        before, own, after = self._rank_steps(slots, num_chunks, wg)
+        before, own, after = 0, [], 0
+        if self.group_gmem is None:
+            before, own, after = self._rank_steps(slots, num_chunks, wg)
 
         def accumulate(acc):
             def multiply(step, *, operands: _Step):
@@ -341,7 +376,12 @@ class Expand:
 
             end, one = step, functools.partial(multiply, operands=self._k_step)
             for p in range(len(self.x_gmem)):
-                end = self.ring.each_step(self._num_k_steps(p, slots), end, one)
+                num_steps = self._num_k_steps(p, slots)
+                own_steps = self._own_steps(num_steps, slot)
+                end = self.ring.each_step(own_steps, end, one)
+                end = self._skip(num_steps - own_steps, end)
+            if self.group_gmem is not None:
+                return self._multiply_shared(acc, prefetched[1], end, wg)
             end = self._skip(before, end)
             if not self.masks:
                 one = functools.partial(multiply, operands=self._rank_step)
@@ -382,6 +422,35 @@ class Expand:
 
             step = step + sum(own)
         return self._skip(after, step)
+
+    def _multiply_shared(self, acc, groups, step, wg):
+        """Adds the terms of the slots of a warpgroup's block; returns y and the step.
+
+        The rank steps are those of the tile's slots in order. The rows of other slots
+        are zeros in each.
+        """
+        own = [
+            jnp.where(wg == 0, first, second)
+            for first, second in zip(groups[:_GROUPS], groups[_GROUPS:], strict=True)
+        ]
+        num_steps, num_own = _num_runs(groups), _num_runs(own)
+        before = jnp.where(wg == 0, 0, num_steps - num_own)
+        for _ in self.s_gmem:
+            step = self._skip(before, step)
+
+            def multiply(now, first=step):
+                stage, to = self.ring.wait(now), self._rank_step
+                _, begin, after = _run(own, _start(own, now - first))
+                layout = plgpu.Layout.WGMMA
+                s = plgpu.load(to.left_rows(stage, wg), layout=layout, optimized=False)
+                row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=layout)
+                inside = (row >= begin * SMALL_BLOCK) & (row < after * SMALL_BLOCK)
+                s = jnp.where(inside, s, zeros_like(s))
+                plgpu.wgmma(acc, s, to.right_columns(stage))
+
+            step = self.ring.each_step(num_own, step, multiply, num_in_flight=0)
+            step = self._skip(num_steps - before - num_own, step)
+        return acc[...], step
 
     def _scaled(self, y, i, wg):
         """Multiplies the tile's i-th 64 columns with their scales."""
@@ -435,6 +504,32 @@ class Expand:
         out_smem[...] = y.astype(self.y_gmem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, self.y_gmem.at[pl.ds(row, ROWS), columns])
+
+
+def _num_runs(groups):
+    """Returns the number of slots of consecutive groups; -1 is none."""
+    before = [None, *groups]
+    return sum(
+        jnp.where((slot >= 0) & (True if last is None else slot != last), 1, 0)
+        for last, slot in zip(before, groups, strict=False)
+    )
+
+
+def _start(groups, number):
+    """Returns the first group of the slot with a number in their order."""
+    found, runs = jnp.int32(0), jnp.int32(0)
+    for i in range(1, len(groups)):
+        runs = runs + jnp.where(groups[i] != groups[i - 1], 1, 0)
+        is_it = (runs == number) & (groups[i] != groups[i - 1])
+        found = jnp.where(is_it, i, found)
+    return found
+
+
+def _run(groups, first):
+    """Returns the slot of a group, the group, and the group after the slot's last."""
+    slot = _pick(groups, first)
+    length = sum(jnp.where(one == slot, 1, 0) for one in groups)
+    return slot, first, first + length
 
 
 def _pick(values, index):

@@ -16,15 +16,17 @@ References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
-from jaxlora.pallas_kernels.expert_rows import TILE_BLOCKS, RowPlan
+from jaxlora.pallas_kernels.expert_rows import TILE_ROWS, RowPlan
 from jaxlora.pallas_kernels.mosaic.launch import Work
 from jaxlora.pallas_kernels.mosaic.mask import Mask, make_mask
 from jaxlora.pallas_kernels.mosaic.products import (
@@ -48,14 +50,14 @@ from jaxlora.pallas_kernels.operands import (
     weigh,
 )
 from jaxlora.pallas_kernels.parts import Parts
-from jaxlora.pallas_kernels.projection import RANK_STEP, Projection
+from jaxlora.pallas_kernels.projection import RANK_STEP, KernelSettings, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import row_scale
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 
 # expand keeps the stages of all ranks of a tile filled.
 assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
-assert ROWS == TILE_TOKENS and TILE_BLOCKS == COMPUTE_WGS
+assert ROWS == TILE_TOKENS and TILE_ROWS == COMPUTE_WGS * ROWS
 
 
 def _swap_last_axes(x: Array) -> Array:
@@ -88,15 +90,44 @@ def forward(
         return _fp8_forward(x, projections, weights, given)
     if s is None:
         a = [_swap_last_axes(a) for a in given.a]
-        s = shrink(x, a, given.settings, given.blocks, _masks(given))
+        settings = given.settings
+        if given.blocks.shared is not None:
+            each = zip(settings, projections, strict=True)
+            settings = [_marked(one, p.b) for one, p in each]
+        s = shrink(x, a, settings, given.blocks, _masks(given))
     y = []
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
-        term = Term(x, p.dense_w, s[i], b, given.settings[i])
         blocks, transposed = given.blocks, w_transposed
+        b = b if blocks.shared is None else _finite(b)
+        term = Term(x, p.dense_w, s[i], b, given.settings[i])
         work = expand_work([term], layer, blocks, p.bias, transposed=transposed)
         y.append(run_expand(work))
     return y, s
+
+
+def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
+    """Replaces values that are not finite by zeros.
+
+    Where slots share blocks of rows, they multiply other slots' zeros. The slot's own
+    rows do not depend on them: s or its gradient is NaN there.
+    """
+    return jnp.where(jnp.isfinite(table), table, 0)
+
+
+def _marked(settings: KernelSettings, b: Float[Array, "G R N"]) -> KernelSettings:
+    """Makes s NaN in slots whose B is not finite, which expand does not see."""
+    assert settings.factor is not None and settings.index is not None
+    is_finite = jnp.isfinite(b).all((1, 2))
+    factor = jnp.where(is_finite, settings.factor[settings.index[0]], jnp.nan)
+    own = settings.only("factor")
+    return dataclasses.replace(own, factor=factor[None], index=jnp.zeros(1, jnp.int32))
+
+
+def _bad_blocks(rows: Sequence[Float[Array, "T R"]]) -> Bool[Array, " NB"]:
+    """Returns which blocks have rows of side products that are not finite."""
+    total = sum(one.astype(jnp.float32) for one in rows)
+    return ~jnp.isfinite(total).reshape(-1, ROWS * rows[0].shape[1]).all(1)
 
 
 def _masks(given: Operands) -> list[Mask]:
@@ -162,14 +193,17 @@ def backward(
     is_swapped = largest is not None and largest < given.a[0].shape[2] and not masks
     made, outers = [], []
     for i, dy_i in enumerate(dy):
-        unmasked = [settings[i]], blocks, []
-        made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], *unmasked)
-        s_i = [weigh(s[i], row_weights)]
-        work = outer_work(dy_i, s_i, *unmasked, transposed=True, num_ranks=largest)
-        outers.append(work)
+        made += [ds[i]] if ds else shrink(dy_i, [given.b[i]], [settings[i]], blocks, [])
+    # Rows of x and dy that are not finite have such side products, too.
+    is_bad = None if blocks.shared is None else _bad_blocks([*s, *made])
+    more: dict[str, Any] = {"num_ranks": largest, "is_bad": is_bad}
+    for i, dy_i in enumerate(dy):
+        s_i, own = [weigh(s[i], row_weights)], ([settings[i]], blocks, [])
+        outers.append(outer_work(dy_i, s_i, *own, transposed=True, **more))
     own = [weigh(one, row_weights) for one in made], settings, blocks, masks
-    outers.append(outer_work(x, *own, transposed=is_swapped, num_ranks=largest))
+    outers.append(outer_work(x, *own, transposed=is_swapped, **more))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
+    a = a if blocks.shared is None else [_finite(one) for one in a]
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, made, a, settings, of_terms, strict=True)
     terms = [Term(*one) for one in each]

@@ -22,15 +22,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxlora.pallas_kernels.dropout import TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import SMALL_BLOCK, SharedBlocks
 from jaxlora.pallas_kernels.mosaic import hopper as device
 from jaxlora.pallas_kernels.mosaic.expand import TILE_ROWS, Expand, expand_ring
 from jaxlora.pallas_kernels.mosaic.launch import Work, launch
 from jaxlora.pallas_kernels.mosaic.mask import HashMask, Mask, MaskTiles
-from jaxlora.pallas_kernels.mosaic.outer import TILE_COLUMNS, Outer, outer_ring
+from jaxlora.pallas_kernels.mosaic.outer import (
+    NARROW_COLUMNS,
+    TILE_COLUMNS,
+    Outer,
+    outer_ring,
+)
 from jaxlora.pallas_kernels.mosaic.produce import Produce, produce_ring
 from jaxlora.pallas_kernels.mosaic.ring import COLUMNS, ROWS, STEP, RingShape
 from jaxlora.pallas_kernels.mosaic.shrink import QuantizeShrink, Shrink, shrink_ring
 from jaxlora.pallas_kernels.mosaic.tuning import (
+    EXPERT_SPLITS,
+    EXPERT_TILE_STEPS,
     MAX_SIDE_SMS,
     OuterCost,
     band_for,
@@ -41,7 +50,14 @@ from jaxlora.pallas_kernels.mosaic.tuning import (
     splits_for,
 )
 from jaxlora.pallas_kernels.operands import Blocks, Term
-from jaxlora.pallas_kernels.parts import Parts, make_parts, max_split_slots, sum_parts
+from jaxlora.pallas_kernels.parts import (
+    BAD_BIT,
+    Parts,
+    PartTable,
+    make_parts,
+    max_split_slots,
+    sum_parts,
+)
 from jaxlora.pallas_kernels.projection import KernelSettings
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction, row_program
 
@@ -147,6 +163,7 @@ def _shrink(
         )
         return first | {k: first[k] + rest[k] for k in rest if k != "xq_gmem"}
     s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(a)
+    num_items = blocks.slot.shape[0] * math.ceil(r / STEP)
     operands = {
         "x_gmem": x,
         "a_gmem": tuple(a),
@@ -154,6 +171,15 @@ def _shrink(
         "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
         "masks": tuple(masks),
     }
+    if (shared := blocks.shared) is not None:
+        assert r < STEP and not masks and factors is None
+        num_items = shared.slot.shape[0]
+        operands |= {
+            "slot_gmem": shared.slot,
+            "shared_gmem": (blocks.order, shared.rows),
+            "settings": rows_read(settings, "factor", masks=masks),
+            "num_items_gmem": blocks.starts[-1:],
+        }
     role, out_types = Shrink, (("s_gmem", s),)
     if factors is not None:
         xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
@@ -164,7 +190,7 @@ def _shrink(
         role=role,
         operands=operands,
         out_types=out_types,
-        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
+        num_items=num_items,
         ring=ring,
     )
     return launch([work])[0]
@@ -303,6 +329,8 @@ def expand_work(
         band = expert_band_for(rows / TILE_ROWS, w.shape[0])
     band = band or band_for(device.device_kind(), t, k, n)
     num_columns = math.ceil(n / columns)
+    chunks = ("num_chunks",) if blocks.shared is None else ()
+    assert blocks.shared is None or (narrow_rank is not None and not masks)
     return Work(
         role=Expand,
         operands={
@@ -310,9 +338,10 @@ def expand_work(
             "w_gmem": tuple(term.w for term in terms),
             "s_gmem": tuple(term.s for term in terms),
             "b_gmem": tuple(b),
-            "settings": rows_read(settings, "num_chunks", masks=masks),
+            "settings": rows_read(settings, *chunks, masks=masks),
             "layer_gmem": layer,
             "slot_gmem": blocks.slot,
+            "group_gmem": None if blocks.shared is None else blocks.shared.small,
             "num_items_gmem": _live_tiles(blocks, band, num_columns),
             "bias_gmem": bias,
             "scale_gmem": scales,
@@ -341,6 +370,11 @@ def narrow_rank_for(blocks: Blocks, rank: int) -> int | None:
     return rank if blocks.num_tiles is not None and rank < STEP else None
 
 
+def outer_width_for(blocks: Blocks, rank: int) -> int:
+    """Returns the ranks of an outer product's tile."""
+    return narrow_rank_for(blocks, rank) or STEP
+
+
 def _live_tiles(blocks: Blocks, band: int, num_columns: int) -> Array | None:
     """Returns the number of tiles in bands of rows that are not all padding, [1]."""
     if blocks.num_tiles is None:
@@ -365,6 +399,7 @@ def outer_work(
     transposed,
     splits=None,
     num_ranks=None,
+    is_bad=None,
 ) -> tuple[Work, Parts]:
     """Makes the work that computes `wide^T narrow` over parts of each slot's rows.
 
@@ -377,15 +412,26 @@ def outer_work(
         transposed: Whether to compute `narrow^T wide` instead.
         splits: The most parts of a slot's rows; None: the tuning table's choice.
         num_ranks: Number of ranks of the result, if it is `transposed`; None: R.
+        is_bad: Whether wide may hold a NaN or an infinity in each shared block, [NB].
     """
     k, r = wide.shape[1], narrow[0].shape[1]
     out_r = num_ranks if transposed and num_ranks else r
+    width, columns = outer_width_for(blocks, r), TILE_COLUMNS
+    if width < STEP:
+        narrow = [_by_color(one, blocks.shared) for one in narrow]
+        columns = TILE_COLUMNS if masks else NARROW_COLUMNS
+    if splits is None and blocks.num_tiles is not None:
+        splits = EXPERT_SPLITS
     splits = splits or splits_for(device.device_kind(), k, device.num_sms())
     num_slots = blocks.starts.shape[0] - 1
     # With few slots, all may be split, and one gather makes the result.
     direct = num_slots > max_split_slots(blocks.slot.shape[0])
     parts = make_parts(blocks, splits, direct=direct)
+    table, order = parts.table, blocks.order
+    if blocks.num_tiles is not None:
+        table, order = _of_experts(table, order, is_bad), None
     shares = shares_for(splits, parts.usual_number)
+    chunks = ("num_chunks",) if blocks.shared is None else ()
 
     def out(num_rows):
         shape = (num_rows, *((out_r, k) if transposed else (k, out_r)))
@@ -396,20 +442,57 @@ def outer_work(
         operands={
             "wide_gmem": wide,
             "narrow_gmem": tuple(narrow),
-            "order_gmem": blocks.order,
-            "parts": parts.table,
-            "settings": rows_read(settings, "num_chunks", masks=masks),
+            "order_gmem": order,
+            "parts": table,
+            "settings": rows_read(settings, *chunks, masks=masks),
             "masks": tuple(masks),
         },
         out_types=(
             ("out_gmem", out(parts.num_rows)),
             ("result_gmem", out(num_slots) if direct else None),
         ),
-        num_items=math.ceil(k / TILE_COLUMNS) * shares * math.ceil(r / STEP),
-        ring=outer_ring(len(narrow), wide.dtype, tiles_of(masks)),
+        num_items=math.ceil(k / columns) * shares * math.ceil(r / STEP),
+        ring=outer_ring(
+            len(narrow),
+            wide.dtype,
+            tiles_of(masks),
+            width=width,
+            columns=columns,
+            transposed=transposed,
+        ),
         static_args=(("shares", shares), ("transposed", transposed)),
     )
     return work, parts
+
+
+def _by_color(rows: Array, shared: SharedBlocks | None) -> Array:
+    """Returns side products [R, T], or [4 R, T] by the colors of rows in shared blocks.
+
+    Rows of other colors are zeros.
+    """
+    if shared is None:
+        return rows.T
+    slot, colors = shared.small, jnp.arange(TILE_TOKENS // SMALL_BLOCK)
+    color = jnp.where(slot < 0, -1, shared.color[jnp.maximum(slot, 0)])
+    is_own = jnp.repeat(color, SMALL_BLOCK)[:, None] == colors
+    # XLA makes one kernel of this, and two of the transpose first.
+    return jnp.where(is_own[:, :, None], rows[:, None], 0).reshape(len(rows), -1).T
+
+
+def _of_experts(table: PartTable, order, is_bad: Array | None) -> PartTable:
+    """Returns parts with their first blocks: those of an expert's slot are consecutive.
+
+    Args:
+        table: The parts, with places in `order`.
+        order: `Blocks.order`.
+        is_bad: See `outer_work`; None if no block is shared.
+    """
+    first = order[jnp.minimum(table.first_block, order.shape[0] - 1)]
+    if (rows := table.rows) is not None:
+        assert is_bad is not None
+        last = first + jnp.maximum(table.num_blocks - 1, 0)
+        rows = rows | (is_bad[first] | is_bad[last]).astype(jnp.int32) << BAD_BIT
+    return dataclasses.replace(table, first_block=first, rows=rows)
 
 
 def outer(*args, **kwargs) -> list[Array]:
@@ -425,15 +508,18 @@ def _gradients(parts: Parts, results: dict[str, Any]) -> list[Array]:
     return [sum_parts(one, parts, result) for one, result in each]
 
 
-def _max_side_sms(blocks: Blocks, num_outers: int) -> int:
+def _max_side_sms(blocks: Blocks, outers: Sequence[OuterCost]) -> int:
     """Returns the most side multiprocessors.
 
     Experts have few features, so expand takes little longer than the outer products.
-    More side multiprocessors make it faster for one projection, with two outer
-    products, and slower for several.
+    More side multiprocessors make it faster for narrow tiles; and for others of one
+    projection, with two outer products, but not of several.
     """
-    is_of_experts = blocks.num_tiles is not None
-    return 4 * MAX_SIDE_SMS if is_of_experts and num_outers == 2 else MAX_SIDE_SMS
+    if blocks.num_tiles is None:
+        return MAX_SIDE_SMS
+    if all(one.is_narrow for one in outers):
+        return 3 * MAX_SIDE_SMS
+    return 4 * MAX_SIDE_SMS if len(outers) == 2 else MAX_SIDE_SMS
 
 
 def expand_with_outers(
@@ -456,11 +542,13 @@ def expand_with_outers(
             steps_per_item=num_blocks / dict(work.static_args)["shares"],
             parts_per_item=parts.usual_number / dict(work.static_args)["shares"],
             num_masks=len(work.operands["masks"]),
+            is_narrow=dict(work.ring.smem)["wide_smem"].shape[2] > TILE_COLUMNS,
         )
         for work, parts in outers
     ]
-    wide_steps = sum(steps) * columns / COLUMNS
-    sms = device.num_sms(), _max_side_sms(blocks, len(outers))
+    more = 0 if blocks.num_tiles is None else EXPERT_TILE_STEPS
+    wide_steps = (sum(steps) + more) * columns / COLUMNS
+    sms = device.num_sms(), _max_side_sms(blocks, costs)
     _, plan = best_plan(num_tiles, wide_steps, costs, *sms)
     works = [expand]
     for (work, _), num_items in zip(outers, plan.num_side_items, strict=True):

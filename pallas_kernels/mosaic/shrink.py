@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jaxlora.pallas_kernels.expert_rows import SMALL_BLOCK
 from jaxlora.pallas_kernels.mosaic.mask import (
     PER_ROW,
     Mask,
@@ -101,7 +102,11 @@ class Shrink:
         x_gmem: [T, K].
         a_gmem: A of each projection, [G, R, K].
         s_gmem: The result of each projection, [T, R].
-        slot_gmem: Slot of each block of 64 rows, [NB]; -1 for padding.
+        slot_gmem: Slot of each block of 64 rows, [NB]; -1 for padding. If blocks are
+            shared, there is an item for each block and slot, with one chunk of ranks,
+            and this is the slot of each item.
+        shared_gmem: The block of each item, and the slot's rows in it, both as `Shared`
+            has them; None: blocks have one slot.
         settings: `KernelSettings` of each projection, with only its own rows.
         masks: Dropout masks of x for each projection; empty without dropout.
     """
@@ -115,19 +120,35 @@ class Shrink:
     a_gmem: tuple[Ref, ...]
     s_gmem: tuple[Ref, ...]
     slot_gmem: Ref
+    shared_gmem: tuple[Ref, Ref] | None = None
     settings: tuple
     masks: tuple[Mask, ...]
+
+    def _place(self, item, prefetched):
+        """Returns an item's block of rows and chunk of ranks."""
+        if self.shared_gmem is not None:
+            return prefetched[2], 0
+        return self._block_and_chunk(item)
 
     def _block_and_chunk(self, item):
         num_blocks = self.slot_gmem.shape[0]
         return lax.rem(item, num_blocks), lax.div(item, num_blocks)
 
     def prefetch(self, item):
-        """Reads (slot, number of reduction steps) of an item."""
+        """Reads (slot, number of reduction steps) of an item.
+
+        If blocks are shared, its block and rows follow. Also a slot that does not adapt
+        has its s then, as expand reads it.
+        """
+        num_steps = pl.cdiv(self.x_gmem.shape[1], WIDTH)
+        if self.shared_gmem is not None:
+            slot = self.slot_gmem[item]
+            num_steps = jnp.where(slot >= 0, jnp.int32(num_steps), 0)
+            block, rows = (ref[item] for ref in self.shared_gmem)
+            return jnp.maximum(slot, 0), num_steps, block, rows
         block, chunk = self._block_and_chunk(item)
         slot = self.slot_gmem[block]
         safe_slot = jnp.maximum(slot, 0)
-        num_steps = pl.cdiv(self.x_gmem.shape[1], WIDTH)
         live = (slot >= 0) & self._is_needed(chunk, safe_slot)
         return safe_slot, jnp.where(live, jnp.int32(num_steps), 0)
 
@@ -138,7 +159,10 @@ class Shrink:
     def load(self, index, item, prefetched, step):
         """Fills the stages of one item; returns the next step of the ring."""
         del index
-        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
+        (block, chunk), (slot, num_steps) = (
+            self._place(item, prefetched),
+            prefetched[:2],
+        )
         rows = pl.ds(block * ROWS, ROWS)
 
         def fill(i, step):
@@ -170,7 +194,7 @@ class Shrink:
 
     def compute(self, item, prefetched, step, wg):
         """Computes one item; returns the next step of the ring."""
-        (block, _), (slot, num_steps) = self._block_and_chunk(item), prefetched
+        (block, _), slot, num_steps = self._place(item, prefetched), *prefetched[:2]
         rows, width = pl.ds(block * ROWS, ROWS), self.a_smem.shape[2]
         tokens = [mask.shrink_tokens(block) for mask in self.masks]
         row_vectors = self._row_vectors(rows)
@@ -195,13 +219,20 @@ class Shrink:
 
     def _finish(self, sums, item, prefetched, wg, row_vectors) -> None:
         """Adds up both warpgroups' sums and starts the copies of s."""
-        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
+        (block, chunk), (slot, num_steps) = (
+            self._place(item, prefetched),
+            prefetched[:2],
+        )
         width = self.a_smem.shape[2]
         at = pl.ds(block * ROWS, ROWS), pl.ds(chunk * width, width)
         for p, (s, settings) in enumerate(zip(sums, self.settings, strict=True)):
 
             def store(s, p=p, factor=settings.factor):
-                self._store(s * factor[slot], p, at, row_vectors)
+                s = s * factor[slot]
+                if self.shared_gmem is None:
+                    self._store(s, p, at, row_vectors)
+                else:
+                    self._store_rows(s, p, block, prefetched[3])
 
             pl.when(num_steps > 0)(
                 lambda s=s, store=store: self._sum_warpgroups(s, wg, store)
@@ -236,6 +267,18 @@ class Shrink:
         """Starts the copy of projection p's s to device memory."""
         del row_vectors
         self._copy_out(s, self.s_gmem[p].at[at])
+
+    def _store_rows(self, s, p, block, rows) -> None:
+        """Starts the copies of the rows of s that are the slot's in a shared block."""
+        out_smem, s_gmem = self.outputs_smem[0], self.s_gmem[p]
+        out_smem[...] = s.astype(s_gmem.dtype)
+        plgpu.commit_smem()
+        for row in range(0, ROWS, SMALL_BLOCK):
+
+            @pl.when((row >= rows >> 8) & (row < (rows & 255)))
+            def _(row=row):
+                to = s_gmem.at[pl.ds(block * ROWS + row, SMALL_BLOCK)]
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(row, SMALL_BLOCK)], to)
 
     def _copy_out(self, s, s_gmem) -> None:
         out_smem, _ = self.outputs_smem

@@ -22,6 +22,12 @@ _TABLE = "tuning.json"
 _EXPAND_STEP_US, _SIDE_STEP_US, _SIDE_MASK_US, _OUTER_STEP_US = 0.67, 0.36, 0.19, 0.7
 _PART_STEPS, _PART_US = 8, 0.35
 _MIN_ITEM_PARTS = 8
+# Likewise of narrow outer items, of 256 columns: a step and a part on a side
+# multiprocessor, and a step when all run one. An expand tile of experts takes some
+# steps longer, as it has few.
+_NARROW_STEP_US, _NARROW_PART_US, _NARROW_OUTER_STEP_US = 0.42, 1.05, 1.2
+EXPERT_TILE_STEPS = 4
+EXPERT_SPLITS = 8  # the most parts of a slot's rows, alike for all products of a layer
 
 
 # Share of expand's time that narrower tiles must save in rounds, as they read x more
@@ -97,16 +103,20 @@ class OuterCost:
         steps_per_item: Mean number of steps of 64 rows of an item.
         parts_per_item: Mean number of parts of an item.
         num_masks: Number of masks that a step computes.
+        is_narrow: Whether its tiles have few ranks and many columns.
     """
 
     num_items: int
     steps_per_item: float
     parts_per_item: float
     num_masks: int
+    is_narrow: bool = False
 
     @property
     def parts_us(self) -> float:
         """Microseconds of an item's parts beyond those in the time of a step."""
+        if self.is_narrow:
+            return self.parts_per_item * _NARROW_PART_US
         return (
             max(self.parts_per_item - self.steps_per_item / _PART_STEPS, 0) * _PART_US
         )
@@ -114,6 +124,8 @@ class OuterCost:
     @property
     def step_us(self) -> float:
         """Microseconds of a step if few multiprocessors run one."""
+        if self.is_narrow:
+            return _NARROW_STEP_US
         return _SIDE_STEP_US + _SIDE_MASK_US * self.num_masks
 
     @property
@@ -123,6 +135,9 @@ class OuterCost:
 
     def rounds_us(self, num_items: int, num_sms: int) -> float:
         """Microseconds of some items on multiprocessors that share device memory."""
+        if self.is_narrow:  # device memory is the limit
+            steps_us = self.steps_per_item * _NARROW_OUTER_STEP_US
+            return num_items * steps_us / num_sms
         rounds, last = divmod(num_items, num_sms)
         last_us = max(self.step_us, _OUTER_STEP_US * last / num_sms) if last else 0.0
         steps_us = self.steps_per_item * (rounds * _OUTER_STEP_US + last_us)

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlora.pallas_kernels.dropout import entries
-from jaxlora.pallas_kernels.expert_rows import TILE_BLOCKS, RowPlan
+from jaxlora.pallas_kernels.expert_rows import RowPlan
 from jaxlora.pallas_kernels.projection import LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import quantize_rows, row_scale
@@ -163,7 +163,7 @@ class _ExpertBlocks(_Blocks):
         return lax.fori_loop(0, self._plan.num_tiles[0], one, zeros)
 
     def bias(self, bias: Float[Array, "L N"]) -> Float[Array, "NB 1 N"]:
-        of_block = jnp.repeat(self.layer, TILE_BLOCKS)
+        of_block = jnp.repeat(self.layer, self.slot.shape[0] // self.layer.shape[0])
         return entries(bias.astype(jnp.float32), of_block)[:, None]
 
     def sum_by_adapter(

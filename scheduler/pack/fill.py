@@ -131,11 +131,13 @@ def fill_slot(
         The items of the microbatch; none if no job may run in this tick.
     """
     out: list[Item] = []
-    work, tokens = 0, 0
+    work, tokens, num_jobs = 0, 0, 0
     for index in jobs.first(tick, _MAX_JOBS):
         room, token_room = target - work, limits.capacity - tokens
         if out and min(room, token_room) < limits.block_tokens:
             break  # the part of a job takes at least one block
+        if num_jobs == limits.most_jobs:
+            break
         items = jobs[index].items
         if limits.max_samples is not None:
             items = items[: limits.max_samples - len(out)]
@@ -150,6 +152,7 @@ def fill_slot(
             real = sum(i[1] for i in taken)
             tokens += limits.padded(real)
             work += sum(i[0] for i in taken) + limits.padded(real) - real
+            num_jobs += 1
             out += taken
     return out
 
@@ -267,6 +270,8 @@ def _split(
     for sample in order:
         for lane in sorted(range(num_lanes), key=works.__getitem__):
             if len(lanes[lane]) >= limits.most_samples:
+                continue
+            if len({s.owner for s in [*lanes[lane], sample]}) > limits.most_jobs:
                 continue
             if padded_tokens([*lanes[lane], sample], limits) <= limits.capacity:
                 lanes[lane].append(sample)

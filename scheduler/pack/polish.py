@@ -242,6 +242,8 @@ class Polish:
         fits = (tokens <= self._limits.capacity).all(axis=0)
         held = np.bincount(self._place, minlength=len(self._tokens))
         fits &= held[found.to] + (found.take < 0) <= self._limits.most_samples
+        if self._limits.max_jobs is not None:
+            fits &= self._num_jobs(found) <= self._limits.max_jobs
         return found[np.flatnonzero(fits)[:_MAX_EXCHANGES]]
 
     def _saved(
@@ -334,6 +336,18 @@ class Polish:
             sign = np.sign(change)
             new_squares.append(squares[slot] + sign * (size**2.0 - back**2.0))
         return np.array([new_tokens, new_squares])
+
+    def _num_jobs(self, made: _Exchanges) -> np.ndarray:
+        """Returns the most jobs in a microbatch of each exchange [exchanges]."""
+        give, take, own, to = made.give, made.take, self._place[made.give], made.to
+        job, other, held = self._job[give], self._job[take], self._tokens
+        num, is_other = (held > 0).sum(axis=1), (take >= 0) & (job != other)
+        is_last = (held[own, job] == self._size[give]) & (is_other | (take < 0))
+        is_new = is_other & (held[own, other] == 0)
+        at_own = num[own] - is_last + is_new
+        is_last = is_other & (held[to, other] == self._size[take])
+        at_to = num[to] + (held[to, job] == 0) - is_last
+        return np.maximum(at_own, at_to)
 
     def _variants(self, tried: _Exchanges, part: slice) -> np.ndarray:
         """Returns the sizes of the part's microbatches after each exchange."""

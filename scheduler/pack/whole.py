@@ -101,7 +101,7 @@ def _others(
     plans = [
         arrange(one.microbatches, n, pipeline.distance)
         for one in orders
-        if one.keeps_max_samples
+        if one.keeps_numbers
     ]
     special = [rounds.pack(samples, limits, lanes, cost)]
     if drains(pipeline, cost):

@@ -36,8 +36,8 @@ def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
     """Packs one global batch of each job by first-fit decreasing.
 
     The samples are placed in order of descending length, each in the first microbatch
-    that has room for it. The tokens of a job in a microbatch are padded to whole
-    blocks.
+    that has room for it, and a place for its job. The tokens of a job in a microbatch
+    are padded to whole blocks.
 
     Args:
         samples: At most one global batch of each job.
@@ -55,7 +55,8 @@ def pack(samples: Sequence[Sample], limits: Limits) -> Schedule:
         for i, tokens in enumerate(job_tokens):
             before = tokens.get(sample.owner, 0)
             added = limits.padded(before + sample.num_tokens) - limits.padded(before)
-            if padded_tokens[i] + added <= limits.capacity:
+            is_one_more = not before and len(tokens) >= limits.most_jobs
+            if padded_tokens[i] + added <= limits.capacity and not is_one_more:
                 break
         else:
             i, before, added = len(bins), 0, limits.padded(sample.num_tokens)

@@ -96,6 +96,8 @@ class _Filling:
     def _room(self, lane: Lane, job: int) -> int:
         """Returns the tokens of a job that a lane has room for, in whole blocks."""
         tokens = self._tokens[lane.number]
+        if job not in tokens and len(tokens) >= self._limits.most_jobs:
+            return 0
         others = sum(self._limits.padded(n) for own, n in tokens.items() if own != job)
         return lane.capacity - others - tokens[job]
 

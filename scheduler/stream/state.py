@@ -162,8 +162,11 @@ def advance(
             the job's to run now, or a batch comes too early.
     """
     positions = {p.owner: p for p in state.positions}
-    # Packers other than `joint` do not keep the number of samples.
+    # Packers other than `joint` do not keep the numbers of samples and jobs, and it
+    # does not keep that of samples on unlike replicas.
     limits = dataclasses.replace(rules.limits, max_samples=None)
+    if rules.packer != "joint":
+        limits = dataclasses.replace(limits, max_jobs=None)
     lanes = rules.lanes.unlike if rules.lanes.replicas else ()
     of_lane = [dataclasses.replace(limits, capacity=one.capacity) for one in lanes]
     owner_of = operator.attrgetter("owner")

@@ -66,6 +66,19 @@ def test_callbacks(clone):
     }
 
 
+@pytest.mark.grid  # `tests/jaxlora/serve` has such losses
+def test_own_loss(clone):
+    losses = run_script("own_loss")["losses"]
+    assert losses[-1] < losses[0] / 3
+    assert (clone / "runs/own_loss/mine/adapter_config.json").is_file()
+
+
+@pytest.mark.grid
+def test_toy_reward(clone):
+    for rewards in run_script("toy_reward")["rewards"].values():
+        assert sum(rewards[-4:]) > 2 * sum(rewards[:4])
+
+
 @pytest.mark.grid
 def test_resume(clone, capsys):
     run_script("resume")

@@ -64,7 +64,7 @@ def test_a_run_file_with_many_problems(here, capsys, command):
 
 def test_an_option_is_named_as_such(here, capsys):
     (here / "run.yaml").write_text(RUN_FILE)
-    assert main(["train", "run.yaml", "--mesh", "expert=2"]) == 1
+    assert main(["train", "run.yaml", "--mesh", "heads=2"]) == 1
     assert "\n--mesh: " in capsys.readouterr().err
 
 

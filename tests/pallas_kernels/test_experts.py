@@ -140,7 +140,9 @@ def experts(
 @functools.partial(jax.jit, static_argnames=("sizes", "options"))
 def both_ways(x, weights, projections, dy, expert_ids, block_adapter, sizes, options):
     """Returns y of each linear, and the gradients of x, weights and projections."""
-    plan = route_rows(expert_ids, block_adapter, *sizes)
+    options = dict(options)
+    block_rows = options.pop("block_rows", 64)
+    plan = route_rows(expert_ids, block_adapter, *sizes, block_rows=block_rows)
 
     def run(x, weights, projections):
         rows, given = gather_rows(x, plan), dict(options)
@@ -217,8 +219,8 @@ def test_the_definition_matches_loops_over_experts_and_adapters(sizes):
     transposed = sizes.get("w_transposed", False)
     w = [np.swapaxes(p.w, 1, 2) if transposed else p.w for p in problem.projections]
     wanted = expected(problem, w)
-    for combined in (False, True):
-        got = results(problem, w_transposed=transposed, combined=combined)
+    for options in ({}, {"combined": True}, {"block_rows": 16}):
+        got = results(problem, w_transposed=transposed, **options)
         assert_close(got, wanted)
 
 
@@ -309,6 +311,22 @@ def test_kernels_have_the_contracts_and_the_values_of_the_definition(name):
     assert_same_bits(own(problem, beside_nan), own(problem, got))
 
 
+def test_adapters_that_share_blocks_keep_their_values_and_bits():
+    """Some experts have two adapters in a block of 64, and NaN stays with its owner."""
+    sizes = {"num_experts": 3, "unused": (1,), "k": 1, "bias": True}
+    problem = experts((0, 1, -1, 1, 0), **sizes, dtype=jnp.bfloat16)
+    wanted = results(problem, combined=True)
+    options = {"implementation": "mosaic", "combined": True, "block_rows": 16}
+    alone = np.where(problem.block_adapter == 0, 0, -1)
+    with mosaic_kernels():
+        got = results(problem, **options)
+        beside_nan = results(with_nan(problem), **options)
+        alone = results(dataclasses.replace(problem, block_adapter=alone), **options)
+    assert_close(got, wanted, 4e-3)
+    assert_same_bits(own(problem, beside_nan), own(problem, got))
+    assert_same_bits(own(problem, alone), own(problem, got))
+
+
 @pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight, Mxfp4Weight])
 def test_a_quantized_stack_has_the_bits_of_its_dequantized_weights(weight):
     problem = experts((0, 1), num_experts=3, features=(64, (64,)), w_transposed=True)
@@ -322,18 +340,21 @@ def test_a_quantized_stack_has_the_bits_of_its_dequantized_weights(weight):
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "num_adapters", "k", "block"),
-    [(5, 3, 2, 64), (16, 1, 4, 32), (3, 4, 1, 128)],
+    ("num_experts", "num_adapters", "k", "block", "rows"),
+    [(5, 3, 2, 64, 64), (16, 1, 4, 32, 64), (3, 4, 1, 128, 64), (5, 6, 2, 64, 16)],
 )
-def test_rows_are_grouped_in_the_order_of_tokens(num_experts, num_adapters, k, block):
+def test_rows_are_grouped_in_the_order_of_tokens(
+    num_experts, num_adapters, k, block, rows
+):
     rng = np.random.default_rng(num_experts)
     adapter = rng.integers(-1, num_adapters, 6)
     scores = rng.normal(size=(6 * block, num_experts)) + 3 * rng.normal(
         size=num_experts
     )
     ids = np.argsort(-scores, axis=1)[:, :k].astype(np.int32)
-    make = jax.jit(route_rows, static_argnums=(2, 3))
-    plan = make(ids, jnp.asarray(adapter, jnp.int32), num_experts, num_adapters)
+    make = functools.partial(route_rows, block_rows=rows)
+    make, sizes = jax.jit(make, static_argnums=(2, 3)), (num_experts, num_adapters)
+    plan = make(ids, jnp.asarray(adapter, jnp.int32), *sizes)
     of_token = np.repeat(adapter, block)
     copies = [
         (ids[t, j] * num_adapters + of_token[t], t, t * k + j)
@@ -348,17 +369,44 @@ def test_rows_are_grouped_in_the_order_of_tokens(num_experts, num_adapters, k, b
     live = np.flatnonzero(slot >= 0)
     np.testing.assert_array_equal(plan.order[: len(live)], live)
     for own_slot in range(num_experts * num_adapters):
-        rows = [row[copy] for s, _, copy in sorted(copies) if s == own_slot]
+        own = [row[copy] for s, _, copy in sorted(copies) if s == own_slot]
         blocks = live[plan.starts[own_slot] : plan.starts[own_slot + 1]]
-        assert (slot[blocks] == own_slot).all() and len(blocks) == -(-len(rows) // 64)
+        assert (slot[blocks] == own_slot).all()
+        assert len(blocks) == -(-len(own) // rows)
         np.testing.assert_array_equal(
-            rows, blocks[:1].sum() * 64 + np.arange(len(rows))
+            own, blocks[:1].sum() * rows + np.arange(len(own))
         )
-    expert = np.where(slot < 0, -1, slot // num_adapters).reshape(-1, 2)
-    for tile, (first, second) in enumerate(expert):
-        if max(first, second) >= 0:
-            assert second in (first, -1) and plan.expert[tile] == first
-    assert plan.num_tiles == (live[-1] // 2 + 1 if len(live) else 0)
+    expert = np.where(slot < 0, -1, slot // num_adapters).reshape(-1, 128 // rows)
+    for tile, (first, *others) in enumerate(expert):
+        assert set(others) <= {first, -1}
+        assert first < 0 or plan.expert[tile] == first
+    assert plan.num_tiles == (live[-1] // (128 // rows) + 1 if len(live) else 0)
+    assert (plan.shared is None) == (rows == 64)
+
+
+def test_shared_blocks_have_an_entry_for_each_of_their_slots():
+    problem = experts((0, 1, -1, 2, 3, 4, 0), num_adapters=5, ranks=(1, 1, 1, 1, 1))
+    p, sizes = problem, (problem.num_experts, problem.num_adapters)
+    blocks = jnp.asarray(p.block_adapter)
+    plan = jax.jit(route_rows, static_argnums=(2, 3), static_argnames="block_rows")(
+        p.expert_ids, blocks, *sizes, block_rows=16
+    )
+    shared, small = plan.shared, np.asarray(plan.slot)
+    entries = [
+        (slot, block, 16 * places.min(), 16 * (places.max() + 1))
+        for slot in range(plan.num_experts * plan.num_adapters)
+        for block in range(len(small) // 4)
+        if len(places := np.flatnonzero(small[4 * block : 4 * block + 4] == slot))
+    ]
+    rows = np.asarray(shared.rows)
+    found = list(zip(shared.slot, shared.block, rows >> 8, rows & 255, strict=True))
+    assert len(entries) == shared.starts[-1] > len(set(b for _, b, *_ in entries))
+    assert [tuple(map(int, one)) for one in found[: len(entries)]] == entries
+    assert (np.asarray(shared.slot)[len(entries) :] == -1).all()
+    of_block = {}
+    for slot, block, *_ in entries:
+        of_block.setdefault(block, []).append(int(shared.color[slot]))
+    assert all(len(set(one)) == len(one) for one in of_block.values())
 
 
 def test_rows_for_the_adapters_that_have_tokens_are_enough():

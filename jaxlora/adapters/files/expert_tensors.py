@@ -141,6 +141,22 @@ def default_layout(
     return "per_expert" if is_read else "fused"
 
 
+def unread_layout(layout: str | None, linear_names: Iterable[str]) -> str | None:
+    """Returns why no other program reads a layout; None: some do.
+
+    Args:
+        layout: The layout.
+        linear_names: Names of the base model's linears.
+    """
+    experts = filter(is_of_expert, linear_names)
+    if layout != "per_expert" or not any(x.endswith(".gate_up_proj") for x in experts):
+        return None
+    return (
+        "expert_layout=per_expert: no other program reads LoRA on single experts of "
+        "this model, whose gate and up are one linear. Leave it out, or set fused."
+    )
+
+
 def mistaken_by_peft(names: Iterable[str], model_type: str | None) -> list[str]:
     """Returns linears that peft takes for those of experts, by their names alone.
 

@@ -23,6 +23,7 @@ from jaxlora.adapters.files.expert_tensors import (
     fused_tensors,
     in_folders,
     mistaken_by_peft,
+    unread_layout,
 )
 from jaxlora.adapters.files.export_record import (
     CONFIG_FILE,
@@ -36,6 +37,7 @@ from jaxlora.adapters.files.model_card import write_card
 from jaxlora.adapters.files.peft_config import LoraConfig, PeftConfig
 from jaxlora.adapters.files.tokenizer_copy import TokenizerCopy
 from jaxlora.common.atomic import replace_folder, sync_files
+from jaxlora.errors import AdapterError
 from jaxlora.models.config import is_of_expert, shared_path
 from jaxlora.models.slot_modules import SCORE, SLOT_MODULES
 from jaxlora.models.structure import module_prefix
@@ -83,10 +85,13 @@ def export_peft(
             says how others name its experts; None: peft reads them fused.
 
     Raises:
-        AdapterError: The folder holds files that this program did not write.
+        AdapterError: The folder holds files that this program did not write, or no
+            other program would read the layout.
         StorageError: `folder` is a file or a symbolic link, or cannot be written.
     """
     check_replaceable(folder, overwrite=overwrite)
+    if (reason := unread_layout(expert_layout, linear_names)) is not None:
+        raise AdapterError(reason)
     adapter = _as_peft_has_experts(adapter, folder)
     experts = _fused_experts(adapter, expert_layout, linear_names, model_type)
     if not experts:

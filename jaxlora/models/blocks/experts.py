@@ -20,6 +20,7 @@ from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
     Dropout,
     Projection,
+    block_rows_for,
     expert_linears,
     expert_output,
     gather_rows,
@@ -62,6 +63,9 @@ class ExpertLinears(nnx.Module):
         self.num_held = shape.number // config.expert_parts
         self.parts, self.activation = config.expert_parts, activation
         self.implementation, self.fused = make.options.implementation, fused
+        # Those of the microbatches of all devices that share the experts.
+        most = make.options.most_adapters
+        self.most_adapters = None if most is None else most * self.parts
         given: dict[str, Any] = {"use_bias": config.mlp_bias, "is_one_tensor": fused}
         read: dict[str, Any] = {"role": "column", **given}
         if fused:
@@ -107,17 +111,22 @@ class ExpertLinears(nnx.Module):
         blocks, num_adapters = routing.block_adapter, slots[0] if slots else 1
         if not slots:  # the blocks of an expert then need not tell adapters apart
             blocks = jnp.minimum(blocks, 0)
+        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
+        after = last.for_kernels(routing, num_adapters)
+        kernels, linears = {"implementation": self.implementation}, [*before, after]
+        most = self.most_adapters
         plan = route_rows(
             chosen,
             blocks,
             self.num_held,
             num_adapters,
+            block_rows=block_rows_for(
+                self.implementation, linears, num_adapters, chosen.size // self.parts
+            ),
+            most_adapters=num_adapters if most is None else min(most, num_adapters),
             num_parts=self.parts,
             first_expert=first_one,
         )
-        before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
-        after = last.for_kernels(routing, num_adapters)
-        kernels = {"implementation": self.implementation}
         copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
         calls = [before] if len(formats) == 1 else [[p] for p in before]
         read = [

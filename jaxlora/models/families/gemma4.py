@@ -58,13 +58,11 @@ class Gemma4Model(ModelConfig):
         full_head_dim: Features of a head in layers without a window.
         full_kv_heads: Key and value heads of these layers.
         shares_kv: Whether their keys are their values, too, but for norm and rotation.
-        experts: The experts beside the MLP of each layer; None: there are none.
     """
 
     full_head_dim: int
     full_kv_heads: int
     shares_kv: bool
-    experts: ExpertShape | None
 
     def at_layer(self, layer: int) -> Self:
         if self.layer_windows[layer] is not None:
@@ -79,7 +77,18 @@ class Gemma4Model(ModelConfig):
     def layer_kind(self, layer: int) -> Hashable:
         return FULL if self.layer_windows[layer] is None else SLIDING
 
-    def expert_shape(self, layer: int) -> ExpertShape | None:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4ExpertsModel(Gemma4Model):
+    """The mathematics of the text of a Gemma 4 with experts.
+
+    Attributes:
+        experts: The experts beside the MLP of each layer.
+    """
+
+    experts: ExpertShape
+
+    def expert_shape(self, layer: int) -> ExpertShape:
         del layer
         return self.experts
 
@@ -126,9 +135,8 @@ class Gemma4Router(nnx.Module):
 class Gemma4ExpertsLayer(Gemma4Layer):
     """A layer with experts beside the MLP; both and the router read the same rows."""
 
-    def __init__(self, config: Gemma4Model, make: LayerBuilder):
+    def __init__(self, config: Gemma4ExpertsModel, make: LayerBuilder):
         super().__init__(config, make)
-        assert config.experts is not None
         self.dense_output_norm = make.norm("post_feedforward_layernorm_1")
         self.router = Gemma4Router(config, make, config.experts)
         self.experts_norm = make.norm("pre_feedforward_layernorm_2")
@@ -201,9 +209,15 @@ class Gemma4(HfConfig):
     hidden_size_per_layer_input: Any = 256
     num_kv_shared_layers: Any = 0
     enable_moe_block: Flag = False
-    num_experts: NumExperts | None = None
-    top_k_experts: NumExperts | None = None
-    moe_intermediate_size: Features | None = None
+    num_experts: Any = None
+    top_k_experts: Any = None
+    moe_intermediate_size: Any = None
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> ModelConfig:
+        if cls is Gemma4 and config.get("enable_moe_block"):
+            return Gemma4Experts.read(config)
+        return super().read(config)
 
     def build(self, **fields: Any) -> ModelConfig:
         for key, what in _REFUSED.items():
@@ -221,45 +235,15 @@ class Gemma4(HfConfig):
                 f"of num_attention_heads={self.num_attention_heads}, and an even "
                 "number."
             )
-        model = super().build(
+        return super().build(
             full_head_dim=full.head_dim,
             full_kv_heads=full.num_key_value_heads,
             shares_kv=self.attention_k_eq_v,
-            experts=self.expert_shape(),
             score_scale=1.0,
             logit_softcap=self.final_logit_softcapping,
             qkv_bias=self.attention_bias,
             o_bias=self.attention_bias,
             **fields,
-        )
-        if not self.enable_moe_block:
-            return model
-        own = {"layer": Gemma4ExpertsLayer, "undivided": _UNDIVIDED}
-        family = dataclasses.replace(model.family, **own)
-        return dataclasses.replace(model, family=family)
-
-    def expert_shape(self) -> ExpertShape | None:
-        """Returns the experts of a layer; None: there are none."""
-        if not self.enable_moe_block:
-            return None
-        number, chosen = self.num_experts, self.top_k_experts
-        if number is None or chosen is None or self.moe_intermediate_size is None:
-            raise ModelError(
-                "config.json has enable_moe_block=True without num_experts, "
-                "top_k_experts or moe_intermediate_size, so the model is not defined."
-            )
-        if chosen > number:
-            raise ModelError(
-                f"config.json has top_k_experts={chosen}, more than its {number} "
-                "experts."
-            )
-        return ExpertShape(
-            number=number,
-            chosen=chosen,
-            features=self.moe_intermediate_size,
-            normalizes=True,
-            rounds=False,
-            shared_features=self.intermediate_size,
         )
 
     def _full_heads(self) -> _Heads:
@@ -302,6 +286,35 @@ class Gemma4(HfConfig):
                 "it in any case. Correct layer_types."
             )
         return windows
+
+
+class Gemma4Experts(Gemma4):
+    """The same with experts."""
+
+    FAMILY: ClassVar[Family] = dataclasses.replace(
+        Gemma4.FAMILY, layer=Gemma4ExpertsLayer, undivided=_UNDIVIDED
+    )
+    MODEL: ClassVar[type[ModelConfig]] = Gemma4ExpertsModel
+
+    num_experts: NumExperts
+    top_k_experts: NumExperts
+    moe_intermediate_size: Features
+
+    def build(self, **fields: Any) -> ModelConfig:
+        if self.top_k_experts > self.num_experts:
+            raise ModelError(
+                f"config.json has top_k_experts={self.top_k_experts}, more than its "
+                f"{self.num_experts} experts."
+            )
+        shape = ExpertShape(
+            number=self.num_experts,
+            chosen=self.top_k_experts,
+            features=self.moe_intermediate_size,
+            normalizes=True,
+            rounds=False,
+            shared_features=self.intermediate_size,
+        )
+        return super().build(experts=shape, **fields)
 
 
 GEMMA4 = Composite(

@@ -21,6 +21,7 @@ from jaxlora.models.config import ModelConfig
 from jaxlora.models.division import weight_specs
 from jaxlora.models.forward import Base
 from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import linears
 from jaxlora.pallas_kernels import WeightOptions
 from jaxlora.sharding.rules import EXPERT, FSDP, TENSOR
 
@@ -211,6 +212,15 @@ def describe_base(spec: DecoderSpec) -> str:
             f"{base.name} products of {name} forward, dequantized to {dtype} layer by "
             "layer backward"
         )
+    layers = (linears(spec.config, i) for i in range(spec.config.num_layers))
+    paths = (
+        f"layers.{i}.{name}"
+        for i, layer in enumerate(layers)
+        for name, linear in layer.items()
+        if linear.experts is not None
+    )
+    if base.options.multiplies_forward and any(map(base.quantizes, paths)):
+        text += f"; experts are dequantized to {dtype} layer by layer"
     kept = [path.removeprefix("layers.") for path in base.kept]
     if kept:
         shown = ", ".join(kept[:4]) + (", ..." if len(kept) > 4 else "")

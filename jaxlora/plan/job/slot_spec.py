@@ -56,6 +56,14 @@ def decoder_spec(
         more = choose_linears(targets, linear_names(model), Patterns(where))
         adapted |= {shared_path(linear_path(name)) for name in more}
     adapts_experts = any(".experts." in path for path in adapted)
+    slots = _slot_shape(config, jobs, model, adapts_experts=adapts_experts)
+    most = config.adapters_per_microbatch
+    if config.changes("adapters_per_microbatch") and not adapts_experts:
+        raise ConfigError(
+            f"adapters_per_microbatch is {most}, and no job of the run adapts experts, "
+            "nor do slot_targets: microbatches may have rows of any number of other "
+            "adapters. Leave it out."
+        )
     longest = max(job.settings.max_length for job in jobs)
     # Replicas run the same kernels; those of the smallest parts run them all.
     degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]
@@ -69,6 +77,7 @@ def decoder_spec(
         attention=attention.name,
         wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
         max_segment_tokens=min(longest, max_tokens),
+        most_adapters=most if adapts_experts and most < slots.num_slots else None,
         objectives=tuple(sorted({job.settings.objective for job in jobs})),
     )
     # Otherwise, other data of the same shapes would be compiled for anew.
@@ -82,7 +91,7 @@ def decoder_spec(
     spec = DecoderSpec(
         config=model,
         options=options,
-        slots=_slot_shape(config, jobs, model, adapts_experts=adapts_experts),
+        slots=slots,
         adapted=tuple(sorted(adapted)),
     )
     on_device = dataclasses.replace(spec, config=part)

@@ -36,7 +36,8 @@ class Bounds:
             fixed.
         sample_tokens: Mean length of the samples.
         step_tokens: Tokens of a step of all jobs that run at once, for each device of a
-            stage.
+            stage; or of those that may share a microbatch.
+        most_jobs: Most jobs that may share a microbatch; None: any number.
     """
 
     smallest: int
@@ -46,6 +47,7 @@ class Bounds:
     remats: tuple[Remat, ...] = ()
     sample_tokens: float = 0.0
     step_tokens: float = math.inf
+    most_jobs: int | None = None
 
     @staticmethod
     def of(
@@ -53,6 +55,8 @@ class Bounds:
         jobs: Sequence[LoraJob],
         train: Sequence[TokenizedData],
         held_out: Sequence[TokenizedData] = (),
+        *,
+        most_jobs: int | None = None,
     ) -> "Bounds":
         """Computes the bounds of a run.
 
@@ -61,6 +65,7 @@ class Bounds:
             jobs: Those of its jobs that microbatches have to hold.
             train: Training samples of each of these jobs.
             held_out: Held-out samples of those that have any.
+            most_jobs: Most jobs that may share a microbatch; None: any number.
         """
         block = config.block_tokens
         num_slots = config.max_concurrent_jobs or len(config.jobs)
@@ -73,8 +78,9 @@ class Bounds:
         in_flight = num_lanes = len(config.replica_shapes) or sizes.num_lanes
         if sizes.stage > 1:
             in_flight *= config.pipeline_microbatches or sizes.stage
-        a_step = sum(sorted(steps, reverse=True)[:num_slots])
-        at_once = a_step / in_flight
+        running = sorted(steps, reverse=True)[:num_slots]
+        sharing = sum(running[:most_jobs])
+        at_once = min(sum(running) / in_flight, sharing)
         is_cpu = platform() == "cpu"
         useful = _MAX_TOKENS_OF_CPU if is_cpu else _MAX_TOKENS
         most = max(min(useful, at_once), longest)
@@ -95,7 +101,8 @@ class Bounds:
             fixed=None if asked == "auto" else asked,
             remats=get_args(Remat) if config.remat == "auto" else (),
             sample_tokens=sum(data.num_tokens for data in train) / num_groups,
-            step_tokens=a_step / num_lanes,
+            step_tokens=min(sum(running) / num_lanes, sharing),
+            most_jobs=most_jobs,
         )
 
     @property
@@ -145,10 +152,14 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
             "jobs at once, lower max_length, or set microbatch_shapes"
         )
     num_lanes = len(config.replica_shapes) or config.mesh_sizes.num_lanes
+    most = bounds.most_jobs
+    whose = f"the {most} jobs whose adapters of experts may share it"
+    if most is None:
+        whose = "all jobs that run at once"
     lanes = f" for each of {num_lanes} that run at once" if num_lanes > 1 else ""
     text = (
         f"low fill: at most {100 * step_tokens / capacity:.0f}% of a microbatch of "
-        f"{capacity:,} tokens can be filled, as a step of all jobs that run at once "
+        f"{capacity:,} tokens can be filled, as a step of {whose} "
         f"has about {step_tokens:,.0f} tokens{lanes}. {cure}."
     )
     return (Note(text, is_warning=True),)

@@ -35,7 +35,6 @@ from jaxlora.modules.triton_gated_delta import (
 )
 from jaxlora.pallas_kernels import get_backend
 from jaxlora.pallas_kernels.device import planned_device, planned_for, shapes_only
-from jaxlora.pallas_kernels.dropout import TILE_TOKENS
 from jaxlora.pallas_kernels.expert_rows import num_blocks
 from jaxlora.pallas_kernels.triton.target import interpreted
 from jaxlora.plan.memory import planned
@@ -179,16 +178,13 @@ def _estimate(
         found = _step_bytes(spec, block_tokens)
     if num_tokens is None:
         return found
-    is_again = spec.options.remat in ("mlp", "layer")
-    where = "recomputed" if is_again else "kept_by_layer"
-    padding = getattr(found, where) + _padding_bytes(spec, num_tokens)
-    found = dataclasses.replace(found, **{where: padding})
+    found = _with_padding(found, spec, num_tokens)
     attention = _attention_bytes(spec, num_tokens)
     for shape, runs in _delta_rules(spec).items():
         each, fixed = _delta_bytes(shape, spec.options.dtype, block_tokens, runs)
         attention = max(attention, each + fixed / num_tokens)
     # The MLP's arrays are free again when attention's gradient begins.
-    freed = _MLP_KEEPS * _mlp_bytes(spec)
+    freed = _mlp_bytes(spec, num_inner=_MLP_KEEPS)
     kept = max(0.0, freed - found.recomputed)
     return dataclasses.replace(
         found,
@@ -228,7 +224,7 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
             most = _kept(weakest, tokens, block_tokens)[0]
             recomputed = max(recomputed, most - kept)
     # The gradients of the MLP's arrays, as none of these is free for them.
-    alone = _MLP_KEEPS * mlp + hidden - recomputed
+    alone = _mlp_bytes(spec, num_inner=_MLP_KEEPS) + hidden - recomputed
     if remat == "none":
         transient = own = mlp + 3 * hidden
     else:
@@ -364,40 +360,57 @@ def _layer_tables(spec: DecoderSpec, use: StageUse) -> dict[str, jax.ShapeDtypeS
     return {name: shape for name, shape in tables.items() if name not in whole}
 
 
-def _mlp_bytes(spec: DecoderSpec) -> int:
-    """Bytes per token of the features inside an MLP, or inside experts.
+def _mlp_bytes(spec: DecoderSpec, *, num_inner: int = 1) -> int:
+    """Bytes per token of arrays inside an MLP, or inside experts.
 
-    A token is copied to each of its experts. If devices share these, each has room for
-    the copies of the tokens of all devices, and has these tokens and their results.
+    A token is copied to each of its experts, so there is its copies' input, too. If
+    devices share the experts, each has room for the copies of the tokens of all
+    devices, and has these tokens and their results.
+
+    Args:
+        spec: The decoder.
+        num_inner: Number of arrays with the MLP's width.
     """
     config, widths = spec.config, [0]
     parts = config.expert_parts
     for shape in set(map(config.expert_shape, range(config.num_layers))):
         if shape is None:
-            widths.append(config.intermediate_size)
+            widths.append(num_inner * config.intermediate_size)
         else:
             copies = parts * min(shape.chosen, shape.number // parts)
-            width = copies * (shape.features + config.hidden_size)
+            width = copies * (num_inner * shape.features + config.hidden_size)
             width += 2 * parts * config.hidden_size if parts > 1 else 0
-            widths.append(width + (shape.shared_features or 0))
+            widths.append(width + num_inner * (shape.shared_features or 0))
     return max(widths) * jnp.dtype(spec.options.dtype).itemsize
 
 
-def _padding_bytes(spec: DecoderSpec, num_tokens: int) -> float:
-    """Bytes per token of the rows of a layer's experts that hold no token.
+def _with_padding(found: StepBytes, spec: DecoderSpec, num_tokens: int) -> StepBytes:
+    """Adds the rows of experts that hold no token, which depend on all tokens.
 
     Their number depends on that of the experts and slots, and little on the tokens.
     """
-    config, most = spec.config, 0
-    for shape in set(map(config.expert_shape, range(config.num_layers))):
-        if shape is not None:
-            number = shape.number // config.expert_parts
-            copies = min(shape.chosen, number) * config.expert_parts * num_tokens
-            blocks = num_blocks(copies, number, spec.num_expert_slots)
-            rows = TILE_TOKENS * blocks - copies
-            width = config.hidden_size + _MLP_KEEPS * shape.features
-            most = max(most, rows * width)
-    return most * jnp.dtype(spec.options.dtype).itemsize / num_tokens
+    config, itemsize = spec.config, jnp.dtype(spec.options.dtype).itemsize
+    kept, transient = [0.0], [0.0]  # by layer
+    for shape in map(config.expert_shape, range(config.num_layers)):
+        if shape is None:
+            kept.append(0.0)
+            continue
+        number = shape.number // config.expert_parts
+        copies = min(shape.chosen, number) * config.expert_parts * num_tokens
+        rows = spec.expert_block_rows
+        rows *= num_blocks(copies, number, spec.num_expert_slots, rows)
+        share = itemsize * (rows - copies) / num_tokens
+        kept.append(share * (config.hidden_size + _MLP_KEEPS * shape.features))
+        transient.append(share * (config.hidden_size + shape.features))
+    more = {
+        "transient": found.transient + max(transient),
+        "alone": found.alone + max(transient),
+    }
+    if spec.options.remat in ("mlp", "layer"):
+        more["recomputed"] = found.recomputed + max(kept)
+    else:
+        more["kept_by_layer"] = found.kept_by_layer + sum(kept) / config.num_layers
+    return dataclasses.replace(found, **more)
 
 
 def _attention_bytes(spec: DecoderSpec, num_tokens: int) -> float:
@@ -585,12 +598,11 @@ def scratch_bytes(spec: DecoderSpec) -> int:
     of_linear, of_call = _variant_bytes(spec)
     if base is None:
         return of_linear + of_call
-    each = _bytes_per_weight(spec, base)
     calls: dict[tuple[int, str], int] = {}
     for number in spec.layer_numbers:
         for linear in _quantized(spec, base, number):
             call = number, _call(linear.name)
-            size = each * linear.in_features * linear.out_features
+            size = _scratch_of(spec, base, linear)
             calls[call] = calls.get(call, 0) + size
     return max(of_linear, *calls.values(), 0) + of_call
 
@@ -619,11 +631,16 @@ def _variant_bytes(spec: DecoderSpec) -> tuple[int, int]:
     return of_linear, max(calls.values())
 
 
-def _bytes_per_weight(spec: DecoderSpec, base: BaseFormat) -> int:
+def _scratch_of(spec: DecoderSpec, base: BaseFormat, linear: LayerLinear) -> int:
+    """Bytes of a linear's weight, or of those of all experts, as a call reads it."""
+    size = linear.in_features * linear.out_features
+    if linear.experts is not None:  # they are dequantized in every format
+        return spec.options.dtype.itemsize * linear.experts.number * size
     if not base.options.multiplies_backward:
-        return spec.options.dtype.itemsize
+        return spec.options.dtype.itemsize * size
     backend = get_backend(spec.options.implementation)
-    return 1 if backend.reads_transpose and not base.options.stores_transpose else 0
+    is_made = backend.reads_transpose and not base.options.stores_transpose
+    return size if is_made else 0
 
 
 def _quantized(

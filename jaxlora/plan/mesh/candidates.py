@@ -9,6 +9,7 @@ from jaxlora.common.note import Note
 from jaxlora.config import RunConfig
 from jaxlora.costs.gpus import UNKNOWN_DEVICE
 from jaxlora.costs.stages import decoder_seconds
+from jaxlora.models.config import is_of_expert
 from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.tensor_parallel import check_divides
@@ -334,7 +335,10 @@ def run_bounds(config: RunConfig, jobs: Sequence[PreparedJob]) -> Bounds:
     """Returns the bounds of a run's capacity for these jobs; its mesh is not `auto`."""
     settings = [job.settings for job in jobs]
     held_out = [job.eval_data for job in jobs if job.eval_data is not None]
-    return Bounds.of(config, settings, [job.train_data for job in jobs], held_out)
+    has_experts = any(is_of_expert(name) for job in jobs for name in job.adapted)
+    most = config.adapters_per_microbatch if has_experts else None
+    data = [job.train_data for job in jobs]
+    return Bounds.of(config, settings, data, held_out, most_jobs=most)
 
 
 def first_positions(jobs: Sequence[PreparedJob]) -> list[Position]:

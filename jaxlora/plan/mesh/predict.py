@@ -11,7 +11,12 @@ import numpy as np
 from jaxlora.config.replicas_config import ReplicaShape
 from jaxlora.costs.device_profile import Profile
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, DeviceSpeed
-from jaxlora.costs.stages import decoder_seconds, stage_seconds, total
+from jaxlora.costs.stages import (
+    decoder_seconds,
+    microbatch_seconds,
+    stage_seconds,
+    total,
+)
 from jaxlora.models.division import part_shapes, table_axes
 from jaxlora.models.options import Remat
 from jaxlora.models.spec import DecoderSpec, Shapes
@@ -271,13 +276,14 @@ def shape_seconds(
     part = stages.spec.part(tensor, sizes.expert)
     layers = decoder_seconds(part, own_speed, mean_tokens=mean_tokens)
     token_seconds = total(layers).both
+    fixed = microbatch_seconds(part, own_speed)
 
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""
         if rates.profile is None:
             # A microbatch also takes the time of reading the weights, and of launches.
             seconds = speed.layer_seconds * stages.spec.config.num_layers
-            launches = seconds / token_seconds
+            launches = (seconds + fixed) / token_seconds
             return num_tokens + speed.weight_tokens + launches
         own = num_tokens, squares * num_tokens / capacity
         whole = rates.profile.seconds(stages.spec, speed, *own)

@@ -54,8 +54,10 @@ class Evaluator:
             limits: Limits of a microbatch.
         """
         self._layout, self._bases, self._slots = layout, bases, slots
-        self._packer, self._limits = packer, limits
         last = layout.stages[-1]
+        most = last.spec.options.most_adapters
+        self._packer = packer
+        self._limits = dataclasses.replace(limits, max_jobs=most)
         assert last.spec.slots is not None
         self._shape = last.spec.slots
         self._add_baseline = last.steps.add_baseline

@@ -8,6 +8,7 @@ from jaxlora.data.pack import (
     JobBatch,
     pack_tick,
     runs_reference,
+    split_by_jobs,
     split_by_segment_limit,
 )
 from jaxlora.models.packed_batch import PackedBatch
@@ -95,26 +96,46 @@ class TickPacker:
     ) -> list[Tick]:
         """Splits a tick that has more short samples than attention has room for.
 
+        It also splits one with samples of more jobs than experts tell apart, as some
+        packers make them.
+
         Args:
             tick: The tick.
             lengths: Tokens of the samples of a group.
             rows: Rows of each microbatch of the first replica; None: its capacity.
         """
-        if self._options.attention != "cudnn":
-            return [tick]
+        parts = [[microbatch] for microbatch in tick]
+        if (most := self._options.most_adapters) is not None:
+            parts = [split_by_jobs(microbatch, most) for microbatch in tick]
+        if self._options.attention == "cudnn":
+            parts = self._with_room(parts, lengths, rows)
+        # A lane without a further part waits; ticks of no-ops keep their place.
+        return [
+            tuple(p[i] if i < len(p) else () for p in parts)
+            for i in range(max(map(len, parts)))
+        ]
+
+    def _with_room(
+        self,
+        lanes: Sequence[Sequence[Microbatch]],
+        lengths: Callable[[Sample], Sequence[int]],
+        rows: int | None,
+    ) -> list[list[Microbatch]]:
+        """Splits the microbatches of each lane as attention has room; see `split`."""
         own = shortest_class(rows or self._limits.capacity, *self._options.lengths)
         classes = [own] * self._num_lanes
         for lane in self._lanes:
             options = self._further[lane.replica - 1]
             classes.append(shortest_class(lane.capacity, *options.lengths))
-        parts = [
-            split_by_segment_limit(microbatch, short.tokens, short.segments, lengths)
-            for microbatch, short in zip(tick, classes, strict=False)
-        ]
-        # A lane without a further part waits; ticks of no-ops keep their place.
         return [
-            tuple(p[i] if i < len(p) else () for p in parts)
-            for i in range(max(map(len, parts)))
+            [
+                part
+                for one in microbatches
+                for part in split_by_segment_limit(
+                    one, short.tokens, short.segments, lengths
+                )
+            ]
+            for microbatches, short in zip(lanes, classes, strict=False)
         ]
 
     def pack(

@@ -19,6 +19,7 @@ from jaxlora.models.residuals import Pullback, pull_back
 from jaxlora.models.slot_settings import SlotSettings
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.stacks import added, to_modules
+from jaxlora.objectives.table import reads_rows
 
 Hidden = Float[Array, "T D"]
 
@@ -67,7 +68,9 @@ class StagePasses:
             out = run(tables, h)
             assert isinstance(out, JobLosses)
             # Slots share no parameters, so this gives each slot its own gradient.
-            return out.loss.sum(), dataclasses.replace(out, nll=None)
+            if not reads_rows(self._spec.options.objectives):
+                out = dataclasses.replace(out, nll=None)
+            return out.loss.sum(), out
 
         tables = self._by_path(params)
         if h is None:
@@ -78,7 +81,7 @@ class StagePasses:
             (gradients, dh), out = gradient(tables, h)
         is_finite = out.is_finite & jnp.isfinite(out.loss)
         pending = self._added(pending, gradients, is_finite)
-        return pending, self._each(out), dh
+        return pending, self._each_losses(out), dh
 
     def forward(
         self,
@@ -145,8 +148,7 @@ class StagePasses:
         out = self._runner(base, settings, batch, keys)(self._by_path(params), h)
         if not isinstance(out, JobLosses):
             return out
-        sums = self._each(dataclasses.replace(out, nll=None))
-        return dataclasses.replace(sums, nll=out.nll)
+        return self._each_losses(out)
 
     def add_baseline(
         self,
@@ -189,6 +191,11 @@ class StagePasses:
         if self._placement.num_devices == 1:
             return tree
         return jax.tree.map(lambda x: x[0], tree)
+
+    def _each_losses(self, losses: JobLosses) -> JobLosses:
+        """Puts the axis of devices on sums; rows are divided among devices."""
+        sums = self._each(dataclasses.replace(losses, nll=None))
+        return dataclasses.replace(sums, nll=losses.nll)
 
     def _each(self, tree: Any) -> Any:
         """Puts on the axis of devices."""

@@ -81,6 +81,7 @@ def _plain(spec: DecoderSpec) -> DecoderSpec:
         implementation="xla",
         attention="xla",
         remat="none",
+        most_adapters=None,  # any number of jobs generates at the same time
     )
     return dataclasses.replace(spec, options=options).divided()
 

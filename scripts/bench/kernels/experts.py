@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
+from jaxlora.models.blocks.mlp import swiglu
 from jaxlora.pallas_kernels import (
-    Gate,
     Projection,
     RowPlan,
-    expert_gate,
+    block_rows_for,
     expert_linears,
     expert_output,
     gather_rows,
@@ -39,7 +38,6 @@ from scripts.bench.report import Row, Rows, Timing, about, add_output_dir, requi
 
 BLOCK = 64  # token rows of a block
 _SKEW = 0.5  # deviation of the logarithm of the experts' popularity
-_GATE = Gate(swiglu_rows, swiglu_gradient_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,17 +154,17 @@ def operands(case: ExpertCase) -> Operands:
     scores = jax.random.gumbel(next(keys), (t, model.experts)) + liked
     ids = jax.lax.top_k(scores, model.chosen)[1].astype(jnp.int32)
     adapter = jnp.arange(t // BLOCK, dtype=jnp.int32) * g // (t // BLOCK)
-    plan = route_rows(ids, adapter, model.experts, g)
+    shapes = ("gate and up", "down") if case.which == "layer" else (case.which,)
+    made = [linear(k, n) for k, widths in map(model.linears, shapes) for n in widths]
+    rows = block_rows_for("mosaic", made, g, t * model.chosen)
+    plan = route_rows(ids, adapter, model.experts, g, block_rows=rows)
     weights = jax.nn.softmax(normal(t, model.chosen, dtype=jnp.float32))
     if case.which == "layer":
-        shapes = (model.linears("gate and up"), model.linears("down"))
-        made = [linear(k, n) for k, widths in shapes for n in widths]
         x, dy = normal(t, model.width), [normal(t, model.width)]
         return Operands(x, made, dy, plan, weights)
     k, widths = model.linears(case.which)
     rows = functools.partial(gather_rows, plan=plan)
     dy = [rows(normal(t, n)) for n in widths]
-    made = [linear(k, n) for n in widths]
     return Operands(rows(normal(t, k)), made, dy, plan, weights)
 
 
@@ -208,9 +206,9 @@ def layer(given: Operands) -> Any:
 
     def forward(x, weights, tables):
         *up, down = _with(given.linears, tables)
-        rows, kernels = gather_rows(x, given.plan), {"implementation": "mosaic"}
-        h, s = expert_gate(rows, up, _GATE, [down], given.plan, **kernels)
-        return expert_output(h, down, weights, given.plan, s=s[0], **kernels)
+        plan, kernels = given.plan, {"implementation": "mosaic"}
+        h = swiglu(*expert_linears(gather_rows(x, plan), up, plan, **kernels))
+        return expert_output(h, down, weights, plan, **kernels)
 
     tables = [(p.a, p.b) for p in given.linears]
     y, back = jax.vjp(forward, given.x, given.weights, tables)

@@ -292,6 +292,8 @@ def test_names_of_single_experts_are_those_that_others_know(tmp_path):
     given = {"expert_layout": "per_expert"}
     names, _ = written("gemma4_experts", tmp_path / "b", **given)
     assert {"1.moe.experts.2.up_proj.lora_B", "1.mlp.up_proj.lora_B"} <= names
+    with pytest.raises(AdapterError, match="whose gate and up are one linear"):
+        written("gpt_oss", tmp_path / "d", **given)
     names, _ = written("qwen2_moe", tmp_path / "c", **given)
     experts = {"mlp.experts.2.up_proj.lora_B", "mlp.shared_expert.up_proj.lora_B"}
     assert {f"2.{name}" for name in experts} <= names

@@ -285,6 +285,11 @@ def test_parameters_of_experts():
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa and adapts"),
         ({"init_lora_weights": "orthogonal"}, "even ranks, and that of experts is 5"),
         ({"target_parameters": ["experts.w1"]}, "'experts.w1' matches no linear"),
+        (
+            {"target_modules": ["w1", "w3"]},
+            "w1, w2 and w3 are gate_proj, down_pr",
+        ),
+        ({"target_modules": ["mlp.gate"]}, "Routers and gates of experts stay frozen"),
         ({"rank_pattern": {"experts.up_proj": 2}}, "Experts have a number, as in mod"),
         ({"exclude_modules": ["experts"]}, r"expression '\.\*experts\.\*' matches all"),
     ],

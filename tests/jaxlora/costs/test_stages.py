@@ -3,16 +3,22 @@
 import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import pytest
 
 from jaxlora.costs.gpus import UNKNOWN_DEVICE, find_speed
 from jaxlora.costs.stages import decoder_seconds, stage_borders, stage_seconds
-from jaxlora.costs.work import Work, head_work, layer_work
+from jaxlora.costs.work import Work, head_work, layer_work, microbatch_work
 from jaxlora.errors import ConfigError
+from jaxlora.models.base_format import BaseFormat
+from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.attention import WideHeads
+from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.memory.planned import TRACED_ON
+from tests import tiny
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
 H200 = find_speed("NVIDIA H200")
@@ -164,3 +170,32 @@ def test_only_arithmetic_takes_time_on_an_unknown_device():
     both = UNKNOWN_DEVICE.compute_seconds(Work(flops=100.0, memory_bytes=1e9))
     assert one == both > 0
     assert UNKNOWN_DEVICE.transfer_seconds(1e9) == 0
+
+
+def test_padding_and_scratch_of_experts_do_not_grow_with_tokens():
+    """They are of a microbatch: few adapters in large ones have the least padding."""
+    mixture = tiny.CONFIG | {"model_type": "qwen3_moe", "num_experts": 6}
+    mixture |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    options = DecoderOptions(dtype=jnp.dtype("bfloat16"), max_segment_tokens=64)
+    names = [f"layers.0.mlp.experts.{x}_proj" for x in ("down", "gate", "up")]
+    spec = DecoderSpec(
+        config=model_config(mixture),
+        options=options,
+        slots=SlotShape(num_slots=8, rank=4, expert_rank=2),
+        adapted=tuple(names),
+    )
+
+    def forward(**changes):
+        own = dataclasses.replace(options, **changes)
+        return microbatch_work(dataclasses.replace(spec, options=own), 0).forward
+
+    rows = 6 * (8 + 1) / 2 * 64
+    one = 32 * 64 * 2 + 2 * 2 * (32 + 64)
+    assert forward().flops == pytest.approx(rows * 3 * one)
+    few = forward(most_adapters=2)
+    assert few.flops == pytest.approx(6 * (2 + 1) / 2 * 64 * 3 * one)
+    assert forward().memory_bytes == 0
+    int8 = BaseFormat.named("int8")
+    weights = 3 * 6 * 32 * 64
+    read = forward(base_format=int8).memory_bytes
+    assert read == pytest.approx(3 * weights + 4 * 6 * (32 + 64 + 64))

@@ -223,7 +223,7 @@ def test_devices_divide_the_heads_of_all_layers_of_gemma_4():
         ({"num_kv_shared_layers": 2}, "that share keys and values"),
         (
             {"enable_moe_block": True, "num_experts": 8},
-            "without num_experts, top_k_exp",
+            "lacks .top_k_experts.,",
         ),
         ({**EXPERTS, "top_k_experts": 9}, "top_k_experts=9, more than its 8 experts"),
         ({"use_bidirectional_attention": "all"}, "only 'vision' is supp"),

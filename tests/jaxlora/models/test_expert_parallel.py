@@ -71,13 +71,21 @@ DELTAS = json.loads((MODELS / "qwen3_next" / "config.json").read_text()) | {
     "num_experts": 8,
 }
 INT8 = {"base_format": BaseFormat.named("int8")}
-SHAPES = {"mixture": MIXTURE, "biased": BIASED, "deltas": DELTAS}
+# Its experts are beside an MLP.
+BESIDE = json.loads((MODELS / "gemma4_experts" / "config.json").read_text()) | {
+    "vocab_size": tiny.CONFIG["vocab_size"],
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "num_experts": 8,
+}
+SHAPES = {"mixture": MIXTURE, "biased": BIASED, "deltas": DELTAS, "beside": BESIDE}
 LANES = 4  # microbatches of every run
 
 
 def spec_of(model: str = "mixture", **options) -> DecoderSpec:
     """A model whose attention and experts have slots."""
-    own = {"adapted": ("q", "experts"), "shape": (("expert_rank", 2),)}
+    adapted = "q", "experts", "gate", "up", "down"
+    own = {"adapted": adapted, "shape": (("expert_rank", 2),)}
     return make_spec(1, model=SHAPES[model], **own, **options)
 
 
@@ -184,6 +192,7 @@ def inputs(spec: DecoderSpec) -> OptimizerInputs:
         pytest.param("expert=4", {"remat": "elementwise"}, marks=pytest.mark.grid),
         pytest.param("expert=4", {"remat": "mlp"}, marks=pytest.mark.grid),
         pytest.param("fsdp=2,expert=2", {"model": "biased"}, marks=pytest.mark.grid),
+        pytest.param("expert=2", {"model": "beside"}, marks=pytest.mark.grid),
         pytest.param("fsdp=2,expert=2", INT8, marks=pytest.mark.grid),
         ("tensor=2", {}),
         pytest.param("tensor=2", {"remat": "layer"}, marks=pytest.mark.grid),

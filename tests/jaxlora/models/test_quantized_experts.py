@@ -1,6 +1,7 @@
 """Experts whose frozen weights are quantized, as the arrays of a layer's experts."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -61,13 +62,14 @@ def weights_of(config: dict) -> dict[str, np.ndarray]:
 def fused(weights: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
     """Puts the experts of a layer into two tensors, as transformers 5 can."""
     weights, found = dict(weights), {}
-    for block in {name.partition(".experts.")[0] for name in weights}:
-        for name, linears in FUSED.items():
-            if f"{block}.experts.0.{linears[0]}.weight" in weights:
-                each = [f"{block}.experts.{i}" for i in range(number)]
-                parts = [weights.pop(f"{e}.{x}.weight") for e in each for x in linears]
-                rows = np.concatenate(parts).reshape(number, -1, parts[0].shape[1])
-                found[f"{block}.experts.{name}"] = rows
+    blocks = {name.partition(".experts.")[0] for name in weights}
+    ends = {"weight": "", "weight_scale_inv": "_scale_inv"}
+    for block, (name, linears), end in itertools.product(blocks, FUSED.items(), ends):
+        if f"{block}.experts.0.{linears[0]}.{end}" in weights:
+            each = [f"{block}.experts.{i}.{x}" for i in range(number) for x in linears]
+            parts = [weights.pop(f"{linear}.{end}") for linear in each]
+            rows = np.concatenate(parts).reshape(number, -1, parts[0].shape[1])
+            found[f"{block}.experts.{name}{ends[end]}"] = rows
     return weights | found
 
 
@@ -218,22 +220,30 @@ def test_one_expert_at_a_time_is_held_dense(folders, monkeypatch):
     assert model.params[f"{spec.path}.values"].shape == (5, 64, 64)
 
 
-def write_quantized(folder, kind, *, dense=()):
+def write_quantized(
+    folder, kind, *, dense=(), family="qwen3_moe", num_layers=2, is_fused=False
+):
     """Writes a checkpoint whose experts are of a kind; returns what it stands for.
 
     Args:
         folder: Folder to make.
         kind: Key of `stored.KINDS` or `stored.BLOCKS`.
         dense: Parts of names of experts' linears that stay dense.
+        family: Key of `CONFIGS`.
+        num_layers: Number of layers.
+        is_fused: See `fused`.
     """
     quantization, quantize, _ = (stored.KINDS | stored.BLOCKS)[kind]
-    config, wanted = config_of("qwen3_moe"), weights_of(config_of("qwen3_moe"))
+    config = config_of(family) | {"num_hidden_layers": num_layers}
+    wanted = weights_of(config)
     weights = dict(wanted)
     for name in [name for name in weights if ".experts." in name]:
         if not any(part in name for part in dense):
             tensors, wanted[name] = quantize(weights.pop(name))
             start = name.removesuffix("weight")
             weights |= {start + part: np.asarray(x) for part, x in tensors.items()}
+    if is_fused:
+        weights = fused(weights, COMMON["num_experts"])
     write(folder, config | {"quantization_config": quantization}, weights)
     return wanted
 
@@ -254,6 +264,20 @@ def test_experts_of_a_checkpoint_are_taken_as_they_are(tmp_path, kind):
                 assert relative_error(one.T, wanted[name]) < rounding
     if kind == "int8-channel":
         assert relative_error(logits_of(model), logits_of(dense)) < 1e-5
+
+
+def test_fused_experts_in_fp8_are_those_of_single_ones(tmp_path):
+    """A block does not have rows of both gate and up."""
+    given = {"family": "olmoe", "num_layers": 1}
+    loaded = []
+    for is_fused in (False, True):
+        folder = tmp_path / f"{is_fused}"
+        write_quantized(folder, "fp8-blocks", is_fused=is_fused, **given)
+        loaded.append(load_model(folder).params)
+    single, whole = loaded
+    assert single.keys() == whole.keys()
+    for path, array in single.items():
+        np.testing.assert_array_equal(whole[path], array)
 
 
 def test_experts_of_which_some_are_quantized_are_refused(tmp_path):

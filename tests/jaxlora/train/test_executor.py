@@ -21,6 +21,7 @@ from jaxlora.run.callback import Listeners
 from jaxlora.run.lock import RunLock
 from jaxlora.run.log import RunLog
 from jaxlora.train.control import Control
+from jaxlora.train.execute.draw_ahead import DrawAhead
 from jaxlora.train.inbox import Inbox
 from jaxlora.train.job_state import JobState
 from jaxlora.train.live_jobs import LiveJobs
@@ -108,6 +109,7 @@ def drive(tmp_path):
             run.live, run.jobs, run.control = live, runs, Control()
             run.sampler = run.meter = None
             run.slots, run.watch = executor.host, Stopwatch()
+            run.ahead = DrawAhead(run.slots)
             run.export, run.send = export, log.on_event
             run.send_of = functools.partial(Run.send_of, run)
             run.has_events = False

@@ -123,8 +123,9 @@ def test_recomputing_changes_rounding_at_most(train, pair, remat):
 @pytest.mark.needs_devices(4)
 @pytest.mark.parametrize("folder", MESHED, indirect=True)
 def test_meshes_and_sections_train_what_one_device_trains(meshes, small_jobs, folder):
-    # In a fourth step, Qwen3.5 would magnify rounding errors of 6e-8 to 6e-6.
-    few = {"target_modules": "all-linear", "steps": 3}
+    # In a fourth step, Qwen3.5 would magnify rounding errors of 6e-8 to 6e-6. As few
+    # tokens reach an expert, more of its gradients are near zero, where Adam does so.
+    few = {"target_modules": "all-linear", "steps": 3, "adam_eps": 1e-3}
     pair = [job.replace(**few) for job in small_jobs[:2]]
     given = {"model": str(folder), "slot_targets": "all-linear"}
     one = meshes.train("fsdp=1", pair, **given)

@@ -82,6 +82,16 @@ def test_kinds_that_experts_do_not_take_are_refused(model, mixed, tmp_path, numb
         Trainer(config, model)
 
 
+def test_folders_that_nobody_could_read_are_refused(jobs, tmp_path):
+    """Before anything is trained."""
+    config = json.loads((CONFIG.parents[1] / "gpt_oss" / "config.json").read_text())
+    config["vocab_size"] = tiny.CONFIG["vocab_size"]
+    model = load_model(write_base(tmp_path / "base", config), dtype="float32")
+    own = {**SHAPE, "expert_layout": "per_expert"}
+    with pytest.raises(ConfigError, match="no other program reads LoRA on single exp"):
+        Trainer(run_of(model, tmp_path / "run", jobs[:1], **own), model)
+
+
 def test_a_sweep_over_the_ranks_of_experts(model, jobs, tmp_path):
     job = jobs[1].replace(steps=2, eval_every=1, **EXPERTS)
     swept = Sweep(parameters={"expert_rank": ["scaled", "full"], "rank": [4, 6]})

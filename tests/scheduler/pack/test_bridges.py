@@ -40,6 +40,7 @@ def test_schedules_are_legal_or_there_is_none(seed, data):
         capacity=1024,
         block_tokens=32,
         max_samples=data.draw(st.sampled_from([None, 3])),
+        max_jobs=data.draw(st.sampled_from([None, 1, 2])),
     )
     buckets = data.draw(st.sampled_from([(), (256, 1024)]))
     samples = [
@@ -54,7 +55,7 @@ def test_schedules_are_legal_or_there_is_none(seed, data):
         return
     schedule = Schedule(microbatches=tuple(packed), limits=limits)
     assert violations(schedule, samples, distance=pipeline.distance) == []
-    assert schedule.keeps_max_samples
+    assert schedule.keeps_numbers
     assert packed == bridges.pack(samples, limits, pipeline, cost)
 
 

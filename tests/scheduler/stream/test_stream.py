@@ -177,12 +177,23 @@ def test_microbatches_keep_the_most_samples(kind, max_samples):
     assert max(len(m) for tick in ticks for m in tick) == max_samples
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if not k.startswith("greedy")])
+def test_microbatches_keep_the_most_jobs(kind):
+    mix, of = Mix(3), KINDS[kind]
+    limits = dataclasses.replace(of.limits, max_jobs=2)
+    of = dataclasses.replace(of, limits=limits)
+    ticks = list(whole_stream(mix.positions, mix.lengths, of))
+    check(ticks, mix.samples, of)
+    assert max(len({s.owner for s in m}) for tick in ticks for m in tick) == 2
+
+
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("buckets", [(), (512,)])
-def test_plans_keep_the_most_samples(num_stages, buckets):
+@pytest.mark.parametrize("most", [{"max_samples": 2}, {"max_jobs": 2}])
+def test_plans_keep_the_most_samples_and_jobs(num_stages, buckets, most):
     """Those of whole jobs, too, whatever order is the fastest."""
     of = rules(num_stages, buckets=buckets)
-    limits = dataclasses.replace(LIMITS, max_samples=2)
+    limits = dataclasses.replace(LIMITS, **most)
     for lanes in (of.lanes, dataclasses.replace(of.lanes, data=2)):
         samples = Mix(5, num_jobs=3).samples
         found = pack_ticks(samples, limits, "joint", lanes, of.cost)

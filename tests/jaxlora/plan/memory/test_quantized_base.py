@@ -60,6 +60,17 @@ def test_a_call_has_a_scratch_for_all_weights_that_share_its_input(transposing):
     assert scratch_bytes(spec("nf4", kept=kept)) == gate_and_up
 
 
+@pytest.mark.parametrize("name", ["nf4", "fp8", "mxfp4"])
+def test_all_experts_of_a_layer_are_dequantized_at_once(name):
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+    mixture = {**tiny.CONFIG, "model_type": "qwen3_moe", "hidden_size": WIDTH, **sizes}
+    found = dataclasses.replace(spec(name), config=model_config(mixture), adapted=())
+    assert scratch_bytes(found) == 2 * 6 * WIDTH * 192 * 2  # of gate and up
+    path = "layers.0.mlp.experts.up_proj.kernel.values"
+    size = 1 if name == "fp8" else 0.5  # bytes of a weight
+    assert num_bytes(found.base_shapes()[path]) == size * 6 * WIDTH * 192
+
+
 def test_the_scratch_is_needed_while_the_fixed_bytes_are_free():
     parts = {"base_bytes": 100, "adapter_bytes": 0, "bytes_per_token": 1.0}
     found = Footprint(

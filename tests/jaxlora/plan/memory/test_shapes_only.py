@@ -91,7 +91,9 @@ def test_experts_that_no_slot_adapts_have_the_padding_of_one():
         slots = SlotShape(num_slots=num_slots, rank=4)
         own = {"config": config, "adapted": (f"layers.0.{adapted}",), "slots": slots}
         spec = dataclasses.replace(make_spec(), **own)
-        return estimate._padding_bytes(spec, 1024)
+        names = (field.name for field in dataclasses.fields(estimate.StepBytes))
+        nothing = estimate.StepBytes(**dict.fromkeys(names, 0.0))
+        return estimate._with_padding(nothing, spec, 1024).transient
 
     attention, experts = "self_attn.q_proj", "mlp.experts.up_proj"
     assert padding(8, attention) == padding(1, attention) == padding(1, experts)

@@ -12,10 +12,12 @@ from jaxlora.models.config import ModelConfig
 from jaxlora.plan.memory.bounds import Bounds
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.plan.mesh.candidates import MARGIN, _hides_calls
+from jaxlora.plan.mesh.choose import _meshes
 from jaxlora.plan.mesh.choose import choose as choose_plan
 from jaxlora.plan.mesh.machine import Machine, this_machine
 from jaxlora.plan.run_plan import RunPlan
 from jaxlora.sharding.mesh_sizes import MeshSizes
+from tests.jaxlora.models.test_expert_parallel import spec_of
 from tests.jaxlora.plan.made_up import search_of
 from tests.llama import LLAMA_8B, LLAMA_70B, decoder
 
@@ -173,6 +175,24 @@ def test_sizes_divide_the_model():
     only_replicas = choose(SMALL, machine(5), num_jobs=5)
     assert sizes(only_replicas) == MeshSizes(data=5)
     assert reason(only_replicas).endswith(" as fast as data=2, the next best")
+
+
+def test_experts_are_divided_where_links_are_known():
+    """And in one way, with `expert` or with `tensor`."""
+    config = RunConfig(
+        model="m", jobs=[{"name": "a", "data": {"path": "a.jsonl"}}], mesh="auto"
+    )
+    bounds = Bounds(smallest=1024, largest=8192, unit=256, fixed=4096)
+
+    def found(where: Machine) -> set[MeshSizes]:
+        given = spec_of(), bounds, where
+        return set(_meshes(search_of(config, *given, num_jobs=1, samples=[400]), 4))
+
+    known = found(machine(4))
+    assert known >= {MeshSizes(expert=4), MeshSizes(fsdp=2, expert=2)}
+    assert all(one.expert == 1 or one.tensor == 1 for one in known)
+    unknown = found(Machine(num_devices=4, speed=UNKNOWN_DEVICE, memory=None))
+    assert unknown == {one for one in known if one.expert == one.tensor == 1}
 
 
 def test_devices_are_left_over_if_only_fewer_can_hold_the_run():

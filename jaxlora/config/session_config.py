@@ -1,0 +1,75 @@
+"""Settings of a session, in which a caller's own loop trains adapters."""
+
+from typing import Annotated, Any, Literal
+
+from jaxlora.config.strict import (
+    AtLeastOne,
+    Fraction,
+    NonNegativeFloat,
+    OneOrMore,
+    PositiveInt,
+    StrictModel,
+    Texts,
+    Tokens,
+    Wrong,
+)
+
+
+def _blocks(session: Any, wrong: Wrong) -> None:
+    block = session.block_tokens
+    odd = [tokens for tokens in session.microbatch_tokens if tokens % block]
+    if odd:
+        wrong["microbatch_tokens"] = (
+            f"microbatch_tokens={odd[0]} is no multiple of block_tokens={block}. Set "
+            f"it to {-(-odd[0] // block) * block}, or change block_tokens."
+        )
+
+
+class SessionConfig(StrictModel):
+    """Settings of a session; they are compiled into its programs.
+
+    Attributes:
+        slots: Number of adapters that are open at the same time.
+        rank: Largest rank of an adapter.
+        target_modules: Linears that adapters may adapt, as in `LoraJob`.
+        microbatch_tokens: Tokens of a microbatch, padding included, and of the longest
+            datum. Each of several sizes has a program of its own, and a microbatch runs
+            with the smallest one that holds it.
+        block_tokens: Tokens of a block; each adapter's part of a microbatch fills whole
+            blocks.
+        adapters_per_microbatch: Most adapters in a microbatch if some targets are
+            linears of experts, as in `RunConfig`.
+        remat: Part of each layer that the backward pass recomputes, as in `RunConfig`.
+        implementation: Which LoRA kernels run, as in `RunConfig`.
+        attention: Attention implementation, as in `RunConfig`.
+    """
+
+    rules = (_blocks,)
+
+    slots: PositiveInt = 4
+    rank: PositiveInt = 16
+    target_modules: Texts = "all-linear"
+    microbatch_tokens: Annotated[tuple[Tokens, ...], AtLeastOne, OneOrMore] = (2048,)
+    block_tokens: Tokens = 64
+    adapters_per_microbatch: PositiveInt = 4
+    remat: Literal["none", "elementwise", "mlp", "layer"] = "none"
+    implementation: Literal["auto", "mosaic", "triton", "xla"] = "auto"
+    attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
+
+
+class AdamParams(StrictModel):
+    """Settings of one optimizer step of AdamW.
+
+    Attributes:
+        learning_rate: Learning rate.
+        betas: Decays of the first and the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        grad_clip_norm: Clips the adapter's gradient to this norm; 0: never.
+    """
+
+    learning_rate: NonNegativeFloat
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: NonNegativeFloat = 1e-12
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip_norm: NonNegativeFloat = 0.0

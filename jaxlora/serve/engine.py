@@ -1,0 +1,558 @@
+"""The engine: calls for many adapters become shared microbatches and optimizer steps.
+
+The calls of an adapter run in their order. Between two optimizer steps of an adapter
+its gradients are a sum, so datums of all its calls, and of all adapters, may share
+microbatches in any order. Nothing runs by itself: `Engine.advance` does the next piece
+of work. A device is always given the next piece before the host reads the results of
+the one before.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizer import OptimizerInputs, slot_step
+from jaxlora.adapters.optimizers.table import ADAMW
+from jaxlora.adapters.parked_slot import ParkedSlot
+from jaxlora.adapters.targets import Targets, choose_linears
+from jaxlora.common.job_name import BASE
+from jaxlora.common.patterns import Patterns
+from jaxlora.config.session_config import AdamParams, SessionConfig
+from jaxlora.data.pack import JobBatch
+from jaxlora.errors import ConfigError, DeviceError
+from jaxlora.hf.load import FrozenModel
+from jaxlora.models.config import is_of_expert, shared_path
+from jaxlora.models.forward import JobLosses, SlotKeys
+from jaxlora.models.options import DecoderOptions
+from jaxlora.models.packed_batch import PackedBatch
+from jaxlora.models.spec import DecoderSpec
+from jaxlora.models.structure import chosen_experts, linear_names, linear_path
+from jaxlora.modules.attention import WideHeads
+from jaxlora.modules.slot_shape import SlotShape
+from jaxlora.modules.trained_tensors import rate_ratios
+from jaxlora.objectives.datum import DATUM, datum_loss
+from jaxlora.objectives.sample import TokenizedSample
+from jaxlora.plan.job.kernel_choice import (
+    choose_attention,
+    choose_kernels,
+    choose_wide_attention,
+    describe_choices,
+)
+from jaxlora.plan.job.planned_model import with_derived
+from jaxlora.plan.stages import MeshStages
+from jaxlora.programs.program import Program
+from jaxlora.scheduler import Limits, Microbatch, Sample, padded_tokens
+from jaxlora.scheduler.stream.waiting import fill_oldest_first
+from jaxlora.sharding.mesh_sizes import MeshSizes
+from jaxlora.train.execute.feed import TickPacker
+from jaxlora.train.execute.layout import Layout
+from jaxlora.train.execute.step import CompiledSteps
+
+logger = logging.getLogger(__name__)
+
+# Pieces of work that the devices have before the host waits for the first of them.
+_MOST_QUEUED = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PassResult:
+    """The result of a forward pass, with or without a backward pass.
+
+    Attributes:
+        logprobs: For each datum, the log-probability of every position's target token,
+            in nats, with the weights before the next optimizer step.
+        metrics: Sums over all datums, by `name:reduction`: `loss:sum`, and `tokens:sum`
+            of the positions whose loss counts.
+    """
+
+    logprobs: tuple[np.ndarray, ...]
+    metrics: Mapping[str, float]
+
+    @property
+    def loss(self) -> float:
+        """The sum of the losses."""
+        return self.metrics["loss:sum"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The result of an optimizer step.
+
+    Attributes:
+        step: Optimizer steps that the adapter has taken, with this one.
+        grad_norm: Norm of its gradient, before clipping.
+        is_finite: Whether losses, hidden states and gradient were all finite. If not,
+            the step was skipped: weights and moments are as before, the gradients are
+            gone, and the adapter can be trained on.
+    """
+
+    step: int
+    grad_norm: float
+    is_finite: bool
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class PassCall:
+    """A call for a pass over datums.
+
+    Attributes:
+        samples: The datums.
+        is_training: Whether it adds to the adapter's gradients.
+        given: Metrics that take the place of those that are computed.
+        waiting: Numbers of the datums that are not queued.
+        logprobs: Log-probabilities so far, by number of the datum.
+        result: The result; None: it is not there yet.
+    """
+
+    samples: Sequence[TokenizedSample]
+    is_training: bool
+    given: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    waiting: list[int] = dataclasses.field(init=False)
+    logprobs: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    result: PassResult | None = None
+
+    def __post_init__(self):
+        self.waiting = [*range(len(self.samples))]
+
+    def receive(self, number: int, logprobs: np.ndarray) -> None:
+        """Takes the log-probabilities of a datum; the last ones make the result."""
+        self.logprobs[number] = logprobs
+        if len(self.logprobs) < len(self.samples):
+            return
+        every = tuple(self.logprobs[i] for i in range(len(self.samples)))
+        inputs = [sample.inputs or {} for sample in self.samples]
+        losses = map(datum_loss, inputs, every)
+        tokens = sum(int(sample.is_target.sum()) for sample in self.samples)
+        metrics = {"loss:sum": sum(losses), "tokens:sum": float(tokens)}
+        self.result = PassResult(logprobs=every, metrics=metrics | dict(self.given))
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class StepCall:
+    """A call for an optimizer step.
+
+    Attributes:
+        params: Its settings.
+        result: The result; None: it is not there yet.
+    """
+
+    params: AdamParams
+    result: StepResult | None = None
+
+
+Call = PassCall | StepCall
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class OpenAdapter:
+    """An adapter in a slot, or the base.
+
+    Attributes:
+        name: Its name.
+        slot: Its slot; of the base any one.
+        like: The adapter as it was put there, which says its modules and ranks; the
+            base has none.
+        num_steps: Optimizer steps that have changed its weights.
+        calls: Calls that are not queued, in their order, by their numbers.
+        last_step: The step that was queued last; None: there was none.
+        has_gradients: Whether there are gradients since then.
+    """
+
+    name: str
+    slot: int
+    like: Adapter
+    num_steps: int = 0
+    calls: dict[int, Call] = dataclasses.field(default_factory=dict)
+    last_step: StepCall | None = None
+    has_gradients: bool = False
+
+
+class Engine:
+    """A frozen model with slots of adapters, and the calls that wait for it.
+
+    One thread uses it.
+
+    Attributes:
+        model: The model, with all arrays of its format.
+        spec: The decoder with its slots.
+        table: The slots.
+        adapters: The open adapters, by name.
+        base: The base, which has forward passes only.
+    """
+
+    def __init__(self, model: FrozenModel, config: SessionConfig):
+        """Makes empty slots; programs are compiled, or loaded, when they are needed.
+
+        Args:
+            model: The base model, on one device.
+            config: Settings.
+
+        Raises:
+            ConfigError: No kernels or attention can run the model here, or the targets
+                match nothing.
+        """
+        self.spec = _decoder_spec(model, config)
+        self.model = with_derived(model, self.spec)
+        layers = (0, self.spec.config.num_layers)
+        stages = MeshStages(
+            spec=self.spec, sizes=MeshSizes(), borders=layers, in_flight=1
+        )
+        layout = Layout.of(stages, self.model.params)
+        (stage,) = layout.stages
+        (self.table,) = layout.empty_slots().tables
+        self.adapters: dict[str, OpenAdapter] = {}
+        self.base = OpenAdapter(name=BASE, slot=0, like=Adapter(modules={}))
+        self._base, self._steps = self.model.params, stage.steps
+        self._step = _step_program(stage.steps)
+        self._sizes = sorted(config.microbatch_tokens)
+        self._limits = Limits(
+            capacity=self._sizes[-1],
+            block_tokens=config.block_tokens,
+            max_jobs=self.spec.options.most_adapters,
+        )
+        self._packer = TickPacker(layout, self._limits)
+        self._in_flight: deque[Callable[[], None]] = deque()
+        self._numbers = itertools.count()
+
+    @property
+    def most_tokens(self) -> int:
+        """Most positions that a datum may have."""
+        return min(self._limits.capacity, self.spec.config.max_positions)
+
+    # ---- adapters --------------------------------------------------------------------
+
+    def open(
+        self, name: str, adapter: Adapter, parked: ParkedSlot | None = None
+    ) -> OpenAdapter:
+        """Puts an adapter into a free slot.
+
+        Args:
+            name: Its name, which no open adapter has.
+            adapter: The adapter.
+            parked: Its state, with moments, which continues; None: it starts from the
+                weights of `adapter`.
+
+        Raises:
+            ConfigError: No slot is free, or the slots cannot hold it.
+        """
+        slots = self.spec.slots
+        assert slots is not None and name not in self.adapters
+        taken = {one.slot for one in self.adapters.values()}
+        free = [slot for slot in range(slots.num_slots) if slot not in taken]
+        if not free:
+            raise ConfigError(
+                f"adapter {name!r}: all slots are taken, by {', '.join(self.adapters)}."
+                " Remove one, or set slots when the session is made."
+            )
+        _check_fits(name, adapter, self.spec)
+        if parked is None:
+            self.table.load(free[0], adapter, ADAMW.name)
+        else:
+            self.table.restore(free[0], parked, adapter)
+        self.adapters[name] = OpenAdapter(name=name, slot=free[0], like=adapter)
+        return self.adapters[name]
+
+    def close(self, one: OpenAdapter) -> None:
+        """Empties the slot of an adapter, whose calls are finished."""
+        self.table.clear(self.adapters.pop(one.name).slot)
+
+    # ---- calls -----------------------------------------------------------------------
+
+    def submit(self, one: OpenAdapter, call: Call) -> None:
+        """Adds a call to those of an adapter."""
+        one.calls[next(self._numbers)] = call
+
+    def finish(self, one: OpenAdapter) -> None:
+        """Works until all calls of an adapter have their results.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        while one.calls:
+            self.advance()
+        with _device_errors():
+            while self._in_flight:
+                self._settle()
+
+    def advance(self) -> bool:
+        """Does the next piece of work: queues a step or a microbatch, or waits for one.
+
+        Returns:
+            False: nothing was left to do.
+
+        Raises:
+            DeviceError: A device has failed, or its memory is full.
+        """
+        with _device_errors():
+            return self._advance()
+
+    def _advance(self) -> bool:
+        for one in self.adapters.values():
+            number = next(iter(one.calls), None)
+            if number is not None and isinstance(one.calls[number], StepCall):
+                self._queue_step(one, number)
+                return True
+        if ready := sorted(self._ready_passes(), key=lambda found: found[0]):
+            self._queue_passes([(one, call) for _, one, call in ready])
+            return True
+        if self._in_flight:
+            self._settle()
+            return True
+        return False
+
+    def _ready_passes(self) -> Iterator[tuple[int, OpenAdapter, PassCall]]:
+        """Yields the calls before the next optimizer step of each adapter."""
+        for one in (self.base, *self.adapters.values()):
+            for number, call in one.calls.items():
+                if isinstance(call, StepCall):
+                    break
+                yield number, one, call
+
+    # ---- work on the device ----------------------------------------------------------
+
+    def _queue_passes(self, ready: Sequence[tuple[OpenAdapter, PassCall]]) -> None:
+        """Queues a microbatch with datums of some calls, the oldest first."""
+        oldest, is_training = ready[0][0], ready[0][1].is_training
+        waiting = [
+            (one, call, number)
+            for one, call in ready
+            if call.is_training is is_training
+            and (one is self.base) is (oldest is self.base)
+            for number in call.waiting
+        ]
+        every = [call.samples[number] for _, call, number in waiting]
+        samples = [
+            Sample(owner=one.slot, batch=0, index=i, num_tokens=len(every[i].token_ids))
+            for i, (one, *_) in enumerate(waiting)
+        ]
+        batches = {
+            one.slot: JobBatch(
+                slot=one.slot, step=0, samples=every, weight=1.0, objective=DATUM
+            )
+            for one, *_ in waiting
+        }
+        chosen = fill_oldest_first(samples, self._limits)
+        tokens = padded_tokens(chosen, self._limits)
+        rows = next(size for size in self._sizes if size >= tokens)
+        # If the work is broken off, datums are lost and not counted twice.
+        for sample in chosen:
+            one, call, number = waiting[sample.index]
+            call.waiting.remove(number)
+            one.has_gradients |= is_training
+        for one in {id(one): one for one, _ in ready}.values():
+            for number in [n for n, c in one.calls.items() if _is_queued(c)]:
+                del one.calls[number]
+        run = self._evaluate_base if oldest is self.base else self._evaluate
+        run = self._accumulate if is_training else run
+        lengths = lambda sample: (sample.num_tokens,)
+        for (part,) in self._packer.split((chosen,), lengths, rows):
+            places = [(waiting[s.index][1], waiting[s.index][2]) for s in part]
+            self._queue_microbatch(run, part, places, batches, rows)
+
+    def _accumulate(self, rows: PackedBatch) -> JobLosses:
+        """Queues both passes of rows."""
+        table, state = self.table, self.table.state
+        pending, losses, _ = self._steps.accumulate(
+            *(self._base, state.params, state.pending),
+            *(table.settings, rows, SlotKeys()),
+        )
+        table.state = dataclasses.replace(state, pending=pending)
+        return losses
+
+    def _evaluate(self, rows: PackedBatch) -> JobLosses:
+        """Queues a forward pass of rows."""
+        weights, settings = self.table.weights, self.table.settings
+        return self._steps.evaluate(self._base, weights, settings, rows, SlotKeys())
+
+    def _evaluate_base(self, rows: PackedBatch) -> JobLosses:
+        """Queues a forward pass of rows without adapters."""
+        weights, settings = self.table.of_reference
+        return self._steps.evaluate(self._base, weights, settings, rows, SlotKeys())
+
+    def _queue_microbatch(
+        self,
+        run: Callable[[PackedBatch], JobLosses],
+        microbatch: Microbatch,
+        places: Sequence[tuple[PassCall, int]],
+        batches: Mapping[int, JobBatch],
+        rows: int,
+    ) -> None:
+        """Queues a microbatch.
+
+        Args:
+            run: Queues its passes.
+            microbatch: Its samples.
+            places: For each of them, its call and its number there.
+            batches: The datums, by slot.
+            rows: Rows of the microbatch.
+        """
+        packed = self._packer.pack((microbatch,), batches, rows)
+        losses = run(self._packer.upload(packed)[0])
+        ends = np.cumsum([sample.num_tokens for sample in microbatch])[:-1]
+        is_row = packed.segment_ids >= 0
+
+        def settle() -> None:
+            found = -np.asarray(jax.device_get(losses.nll))[is_row]
+            for (call, number), own in zip(places, np.split(found, ends), strict=True):
+                call.receive(number, own)
+
+        self._note(settle)
+
+    def _queue_step(self, one: OpenAdapter, number: int) -> None:
+        """Queues the optimizer step of an adapter, which is its next call."""
+        # Whether the step before has counted is known when it is done.
+        while one.last_step is not None and one.last_step.result is None:
+            self._settle()
+        table, call = self.table, one.calls[number]
+        assert isinstance(call, StepCall)
+        inputs = _optimizer_inputs(call.params, one.num_steps)
+        given = table.state, np.int32(one.slot), inputs, table.settings["rank"]
+        table.state, result = self._step(*given)
+        del one.calls[number]
+        one.last_step, one.has_gradients = call, False
+
+        def settle() -> None:
+            found = jax.device_get(result)
+            is_finite, norm = bool(found.is_finite[0]), float(found.norm[0])
+            one.num_steps += is_finite
+            call.result = StepResult(
+                step=one.num_steps, grad_norm=norm, is_finite=is_finite
+            )
+            if not is_finite:
+                logger.warning(
+                    "adapter %s: an optimizer step was skipped, as its losses or "
+                    "gradients are not finite",
+                    one.name,
+                )
+
+        self._note(settle)
+
+    def _note(self, settle: Callable[[], None]) -> None:
+        self._in_flight.append(settle)
+        while len(self._in_flight) > _MOST_QUEUED:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the oldest piece of work that is queued, and takes its results."""
+        self._in_flight[0]()  # it stays if it is interrupted while it waits
+        self._in_flight.popleft()
+
+
+@contextlib.contextmanager
+def _device_errors() -> Iterator[None]:
+    """Turns an error of a device into one that says what to do."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise DeviceError(
+            f"a device failed: {reason.rstrip('.')}. If its memory is full, lower "
+            "microbatch_tokens, slots or rank, or set remat. This session cannot go "
+            "on: make another, and load what was saved."
+        ) from error
+
+
+@functools.lru_cache(maxsize=32)
+def _step_program(steps: CompiledSteps) -> Program:
+    """Returns the optimizer step of a slot, which sessions of a process share."""
+    arguments = steps.arguments
+    step = functools.partial(slot_step, linears=arguments.spec.linears_of_stacks)
+    takes, gives = ("state", "slot", "inputs", "rank"), ("state", "result")
+    return arguments.program("optimizer step of a slot", step, takes, gives)
+
+
+def _is_queued(call: Call) -> bool:
+    return isinstance(call, PassCall) and not call.waiting
+
+
+def _optimizer_inputs(params: AdamParams, num_steps: int) -> OptimizerInputs:
+    """Returns the settings of a step of one slot."""
+
+    def row(value: Any, dtype: Any = np.float32) -> Any:
+        return np.full(1, value, dtype)
+
+    b1, b2 = params.betas
+    return OptimizerInputs(
+        step_mask=row(True, np.bool_),
+        count=row(num_steps, np.int32),
+        learning_rate=row(params.learning_rate),
+        rate_ratio=rate_ratios(lambda of_job: row(1.0)),
+        weight_decay=row(params.weight_decay),
+        settings={ADAMW.name: {"b1": row(b1), "b2": row(b2), "eps": row(params.eps)}},
+        optimizer=row(0, np.int32),
+        max_norm=row(params.grad_clip_norm or np.inf),
+    )
+
+
+def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
+    """Returns the decoder with its slots, and logs which kernels run it."""
+    where = "target_modules"
+    targets = Targets(where=where, target_modules=config.target_modules)
+    linears = choose_linears(targets, linear_names(model.config), Patterns(where))
+    adapts_experts = any(map(is_of_expert, linears))
+    scaled = max(1, config.rank // chosen_experts(model.config))
+    most = config.adapters_per_microbatch
+    attention = choose_attention(config.attention, model.dtype, model.config)
+    wide = choose_wide_attention(config.attention, model.dtype, model.config)
+    spec = DecoderSpec(
+        config=model.config,
+        options=DecoderOptions(
+            dtype=model.dtype,
+            base_format=model.base_format,
+            remat=config.remat,
+            attention=attention.name,
+            wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
+            max_segment_tokens=max(config.microbatch_tokens),
+            objectives=(DATUM.name,),
+            most_adapters=most if adapts_experts and most < config.slots else None,
+        ),
+        slots=SlotShape(
+            num_slots=config.slots,
+            rank=config.rank,
+            expert_rank=scaled if adapts_experts else 0,
+            use_dropout=False,
+        ),
+        adapted=tuple(sorted({shared_path(linear_path(name)) for name in linears})),
+    )
+    kernels = choose_kernels(config.implementation, spec, config.block_tokens)
+    logger.info("%s", describe_choices(kernels, attention, wide))
+    options = dataclasses.replace(spec.options, implementation=kernels.name)
+    return dataclasses.replace(spec, options=options)
+
+
+def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:
+    """Checks that the slots can hold an adapter.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    assert spec.slots is not None
+    kinds = [one.setting for one in adapter.variants if one.setting is not None]
+    if other := [*kinds, *adapter.outside, *["its start"] * adapter.keeps_start]:
+        raise ConfigError(
+            f"adapter {name!r} has {other[0]}, and a session trains A and B alone. "
+            "Train it by a run."
+        )
+    for module, weights in adapter.modules.items():
+        path = shared_path(linear_path(module))
+        if path not in spec.adapted:
+            raise ConfigError(
+                f"adapter {name!r} adapts {module}, which has no slots. Set "
+                "target_modules when the session is made."
+            )
+        is_of_experts = ".experts." in path
+        most = spec.slots.rank_of(is_of_experts=is_of_experts)
+        if weights.rank > most:
+            raise ConfigError(
+                f"adapter {name!r} has rank {weights.rank} in {module}, and the slots "
+                f"have {most}. Lower it, or set rank when the session is made."
+            )

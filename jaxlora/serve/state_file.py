@@ -1,0 +1,108 @@
+"""A file with the whole state of an adapter: weights, moments and its step."""
+
+import pathlib
+from typing import Annotated, Any
+
+import numpy as np
+import pydantic
+import safetensors
+import safetensors.numpy
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.parked_slot import ParkedSlot, adapter_from_rows
+from jaxlora.common.atomic import new_file
+from jaxlora.common.json_file import check_regular_file, cut
+from jaxlora.errors import CheckpointError
+from jaxlora.run.saved_fields import STRICT, Count, OneLine
+
+_KEY = "jaxlora_session"  # of our part of the file's metadata
+
+
+class _Header(pydantic.BaseModel):
+    """What a file says beside its tensors.
+
+    Attributes:
+        version: Version of the format.
+        base: Fingerprint of the base model.
+        num_steps: Optimizer steps behind the weights.
+        adapter: The adapter, whose arrays are shapes.
+    """
+
+    model_config = STRICT
+
+    version: Annotated[int, pydantic.Field(ge=1, le=1)] = 1
+    base: OneLine
+    num_steps: Count
+    adapter: Adapter
+
+
+def write_state(
+    path: pathlib.Path, adapter: Adapter, parked: ParkedSlot, num_steps: int, base: str
+) -> None:
+    """Writes the state of an adapter, which replaces a file that is there.
+
+    Args:
+        path: The file.
+        adapter: An adapter with the same modules and ranks.
+        parked: The state.
+        num_steps: Optimizer steps behind it.
+        base: Fingerprint of the base model.
+
+    Raises:
+        StorageError: It cannot be written; an old file is unchanged.
+    """
+    header = _Header(base=base, num_steps=num_steps, adapter=adapter)
+    tensors = {
+        f"{kind}/{name}": np.ascontiguousarray(array)
+        for kind, own in parked.by_kind().items()
+        for name, array in own.items()
+    }
+    data = safetensors.numpy.save(tensors, {_KEY: header.model_dump_json()})
+    with new_file(path) as file:
+        file.write(data)
+
+
+def read_state(path: pathlib.Path, base: str) -> tuple[Adapter, ParkedSlot, int]:
+    """Reads the state of an adapter.
+
+    Args:
+        path: The file.
+        base: Fingerprint of the base model that it must be of.
+
+    Returns:
+        The adapter, its state, and the optimizer steps behind it.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or none of these, or is of
+            another base.
+    """
+    kinds: dict[str, dict[str, np.ndarray]] = {}
+    try:
+        check_regular_file(path)
+        with safetensors.safe_open(path, framework="numpy") as file:
+            header = _Header.model_validate_json((file.metadata() or {})[_KEY])
+            for key in file.keys():  # noqa: SIM118
+                kind, _, name = key.partition("/")
+                kinds.setdefault(kind, {})[name] = file.get_tensor(key)
+        parked = ParkedSlot.of(kinds)
+        parked.check_like(header.adapter)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is no such file.") from None
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{path} is damaged, or no file that Session.save_state has written: "
+            f"{cut(error)}."
+        ) from error
+    if header.base != base:
+        raise CheckpointError(
+            f"{path} is of another base model than that of the session. Load that one."
+        )
+    return adapter_from_rows(parked.params, header.adapter), parked, header.num_steps
+
+
+_UNREADABLE: tuple[Any, ...] = (
+    OSError,
+    KeyError,
+    ValueError,  # of pydantic, too
+    safetensors.SafetensorError,
+)
