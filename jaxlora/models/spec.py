@@ -68,11 +68,16 @@ class DecoderSpec:
         return range(self.config.num_layers) if self.layers is None else self.layers
 
     @property
+    def expert_slots(self) -> SlotShape | None:
+        """The slots if they adapt experts, or None."""
+        return self.slots if any(".experts." in x for x in self.adapted) else None
+
+    @property
     def num_expert_slots(self) -> int:
         """Most slots of a microbatch that experts tell apart; 1 if none adapts any."""
-        if self.slots is None or not any(".experts." in path for path in self.adapted):
+        if self.expert_slots is None:
             return 1
-        most, num_slots = self.options.most_adapters, self.slots.num_slots
+        most, num_slots = self.options.most_adapters, self.expert_slots.num_slots
         if most is None:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
@@ -82,18 +87,18 @@ class DecoderSpec:
 
         Args:
             num_experts: Experts of a layer that a device has.
-            num_copies: Rows for them, without padding.
+            num_copies: Copies of a device's own tokens for all experts.
         """
-        if self.slots is None:
+        if (slots := self.expert_slots) is None:
             return TILE_TOKENS
-        rank, drops = self.slots.rank_of(is_of_experts=True), self.slots.use_dropout
-        number = num_experts * self.slots.num_slots
+        rank, drops = slots.rank_of(is_of_experts=True), slots.use_dropout
+        number = num_experts * slots.num_slots
         like: Any = jax.ShapeDtypeStruct((number, 1, rank), "float32")
         one = Projection(w=like, a=like, b=like, scaling=like)
         if drops:
             one = dataclasses.replace(one, dropout=like)
-        backend, num_slots = self.options.implementation, self.num_expert_slots
-        return block_rows_for(backend, [one], num_slots, num_copies)
+        backend = self.options.implementation
+        return block_rows_for(backend, [one], slots.num_slots, num_copies)
 
     @property
     def has_embedding(self) -> bool:
