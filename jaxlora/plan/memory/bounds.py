@@ -149,7 +149,7 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
     lanes = f" for each of {num_lanes} that run at once" if num_lanes > 1 else ""
     whose, more_jobs = "all jobs that run at once", "train more jobs at once"
     if bounds.most_jobs is not None:
-        whose, lanes = f"the {bounds.most_jobs} jobs that may share it", ""
+        whose, lanes = f"the jobs that may share it, {bounds.most_jobs} at most,", ""
         more_jobs = "raise adapters_per_microbatch"
     if capacity > bounds.largest:
         cure = f"Set microbatch_tokens to auto, which takes at most {bounds.largest:,}"
