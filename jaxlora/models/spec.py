@@ -68,11 +68,16 @@ class DecoderSpec:
         return range(self.config.num_layers) if self.layers is None else self.layers
 
     @property
+    def expert_slots(self) -> SlotShape | None:
+        """The slots if they adapt experts, or None."""
+        return self.slots if any(".experts." in x for x in self.adapted) else None
+
+    @property
     def num_expert_slots(self) -> int:
         """Most slots of a microbatch that experts tell apart; 1 if none adapts any."""
-        if self.slots is None or not any(".experts." in path for path in self.adapted):
+        if self.expert_slots is None:
             return 1
-        most, num_slots = self.options.most_adapters, self.slots.num_slots
+        most, num_slots = self.options.most_adapters, self.expert_slots.num_slots
         if most is None:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
@@ -84,15 +89,15 @@ class DecoderSpec:
             experts: The mixture, or a device's part of it.
             num_tokens: Tokens of a microbatch.
         """
-        if self.slots is None or self.num_expert_slots == 1:
+        if (slots := self.expert_slots) is None:
             return TILE_TOKENS
-        rank, num_slots = self.slots.rank_of(is_of_experts=True), self.num_expert_slots
-        like: Any = jax.ShapeDtypeStruct((1, 1, rank), "int8")
-        drops = like if self.slots.use_dropout else None
+        shape = 1, 1, slots.rank_of(is_of_experts=True)
+        like: Any = jax.ShapeDtypeStruct(shape, "int8")
+        drops = like if slots.use_dropout else None
         one = Projection(w=like, a=like, b=like, scaling=like, dropout=drops)
-        slot_rows = experts.chosen * num_tokens / (experts.number * num_slots)
+        slot_rows = experts.chosen * num_tokens / experts.number / self.num_expert_slots
         backend = self.options.implementation
-        return block_rows_for(backend, [one], num_slots, slot_rows)
+        return block_rows_for(backend, [one], slots.num_slots, slot_rows)
 
     @property
     def has_embedding(self) -> bool:
