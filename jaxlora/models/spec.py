@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import ModelConfig, shared_path
+from jaxlora.models.config import ExpertShape, ModelConfig, shared_path
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.slot_modules import SLOT_MODULES
@@ -68,32 +68,36 @@ class DecoderSpec:
         return range(self.config.num_layers) if self.layers is None else self.layers
 
     @property
+    def expert_slots(self) -> SlotShape | None:
+        """The slots if they adapt experts, or None."""
+        return self.slots if any(".experts." in x for x in self.adapted) else None
+
+    @property
     def num_expert_slots(self) -> int:
         """Most slots of a microbatch that experts tell apart; 1 if none adapts any."""
-        if self.slots is None or not any(".experts." in path for path in self.adapted):
+        if self.expert_slots is None:
             return 1
-        most, num_slots = self.options.most_adapters, self.slots.num_slots
+        most, num_slots = self.options.most_adapters, self.expert_slots.num_slots
         if most is None:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
 
-    def expert_block_rows(self, num_experts: int, num_copies: int) -> int:
+    def expert_block_rows(self, experts: ExpertShape, num_tokens: int) -> int:
         """Rows of a block of experts' rows in training; see `block_rows_for`.
 
         Args:
-            num_experts: Experts of a layer that a device has.
-            num_copies: Rows for them, without padding.
+            experts: The mixture, or a device's part of it.
+            num_tokens: Tokens of a microbatch.
         """
-        if self.slots is None:
+        if (slots := self.expert_slots) is None:
             return TILE_TOKENS
-        rank, drops = self.slots.rank_of(is_of_experts=True), self.slots.use_dropout
-        number = num_experts * self.slots.num_slots
-        like: Any = jax.ShapeDtypeStruct((number, 1, rank), "float32")
-        one = Projection(w=like, a=like, b=like, scaling=like)
-        if drops:
-            one = dataclasses.replace(one, dropout=like)
-        backend, num_slots = self.options.implementation, self.num_expert_slots
-        return block_rows_for(backend, [one], num_slots, num_copies)
+        shape = 1, 1, slots.rank_of(is_of_experts=True)
+        like: Any = jax.ShapeDtypeStruct(shape, "int8")
+        drops = like if slots.use_dropout else None
+        one = Projection(w=like, a=like, b=like, scaling=like, dropout=drops)
+        slot_rows = experts.chosen * num_tokens / experts.number / self.num_expert_slots
+        backend = self.options.implementation
+        return block_rows_for(backend, [one], slots.num_slots, slot_rows)
 
     @property
     def has_embedding(self) -> bool:

@@ -37,7 +37,8 @@ class Bounds:
         sample_tokens: Mean length of the samples.
         step_tokens: Tokens of a step of all jobs that run at once, for each device of a
             stage; or of those that may share a microbatch.
-        most_jobs: Most jobs that may share a microbatch; None: any number.
+        most_jobs: Most jobs that may share a microbatch, if this limits `step_tokens`;
+            else None.
     """
 
     smallest: int
@@ -79,7 +80,7 @@ class Bounds:
         if sizes.stage > 1:
             in_flight *= config.pipeline_microbatches or sizes.stage
         running = sorted(steps, reverse=True)[:num_slots]
-        sharing = sum(running[:most_jobs])
+        step_tokens, sharing = sum(running) / num_lanes, sum(running[:most_jobs])
         at_once = min(sum(running) / in_flight, sharing)
         is_cpu = platform() == "cpu"
         useful = _MAX_TOKENS_OF_CPU if is_cpu else _MAX_TOKENS
@@ -101,8 +102,8 @@ class Bounds:
             fixed=None if asked == "auto" else asked,
             remats=get_args(Remat) if config.remat == "auto" else (),
             sample_tokens=sum(data.num_tokens for data in train) / num_groups,
-            step_tokens=min(sum(running) / num_lanes, sharing),
-            most_jobs=most_jobs,
+            step_tokens=min(step_tokens, sharing),
+            most_jobs=most_jobs if sharing < step_tokens else None,
         )
 
     @property
@@ -144,19 +145,19 @@ def low_fill(config: RunConfig, bounds: Bounds) -> tuple[Note, ...]:
     step_tokens = bounds.step_tokens
     if step_tokens >= _LOW_FILL * capacity:
         return ()
+    num_lanes = len(config.replica_shapes) or config.mesh_sizes.num_lanes
+    lanes = f" for each of {num_lanes} that run at once" if num_lanes > 1 else ""
+    whose, more_jobs = "all jobs that run at once", "train more jobs at once"
+    if bounds.most_jobs is not None:
+        whose, lanes = f"the jobs that may share it, {bounds.most_jobs} at most,", ""
+        more_jobs = "raise adapters_per_microbatch"
     if capacity > bounds.largest:
         cure = f"Set microbatch_tokens to auto, which takes at most {bounds.largest:,}"
     else:
         cure = (
-            "The longest sample needs such a microbatch. Raise batch_size, train more "
-            "jobs at once, lower max_length, or set microbatch_shapes"
+            "The longest sample needs such a microbatch. Raise batch_size, "
+            f"{more_jobs}, lower max_length, or set microbatch_shapes"
         )
-    num_lanes = len(config.replica_shapes) or config.mesh_sizes.num_lanes
-    most = bounds.most_jobs
-    whose = f"the {most} jobs whose adapters of experts may share it"
-    if most is None:
-        whose = "all jobs that run at once"
-    lanes = f" for each of {num_lanes} that run at once" if num_lanes > 1 else ""
     text = (
         f"low fill: at most {100 * step_tokens / capacity:.0f}% of a microbatch of "
         f"{capacity:,} tokens can be filled, as a step of {whose} "

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -196,9 +197,11 @@ def _estimate(
 @functools.lru_cache(maxsize=16)
 def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
     """Estimates a training step's bytes per token without those of attention."""
-    # The memory of a band of keys grows up to the length of a sample.
+    # The memory of a band of keys grows up to the length of a sample, and the rows of
+    # experts have more padding from some number of tokens on.
     tokens = block_tokens * max(1, _TRACED_TOKENS // block_tokens)
-    while tokens < 2 * spec.options.max_segment_tokens:
+    longest = spec.options.max_segment_tokens
+    while tokens < 2 * longest or len(_block_rows(spec, (tokens, 2 * tokens))) > 1:
         tokens *= 2
 
     remat, mlp, hidden = spec.options.remat, _mlp_bytes(spec), _hidden_bytes(spec)
@@ -238,6 +241,17 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
         transient=transient,
         alone=max(own, alone),
     )
+
+
+def _block_rows(spec: DecoderSpec, numbers: Sequence[int]) -> set[int]:
+    """Rows of a block of experts in microbatches of these numbers of tokens."""
+    config = spec.config
+    shapes = set(filter(None, map(config.expert_shape, range(config.num_layers))))
+    held = [
+        dataclasses.replace(one, number=one.number // config.expert_parts)
+        for one in shapes
+    ]
+    return {spec.expert_block_rows(*one) for one in itertools.product(held, numbers)}
 
 
 def _of_layers(
@@ -397,7 +411,8 @@ def _with_padding(found: StepBytes, spec: DecoderSpec, num_tokens: int) -> StepB
             continue
         number = shape.number // config.expert_parts
         copies = min(shape.chosen, number) * config.expert_parts * num_tokens
-        rows = spec.expert_block_rows(number, copies // config.expert_parts)
+        held = dataclasses.replace(shape, number=number)
+        rows = spec.expert_block_rows(held, num_tokens)
         rows *= num_blocks(copies, number, spec.num_expert_slots, rows)
         share = itemsize * (rows - copies) / num_tokens
         kept.append(share * (config.hidden_size + _MLP_KEEPS * shape.features))

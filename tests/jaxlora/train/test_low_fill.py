@@ -1,5 +1,6 @@
 """Microbatches are as large as jobs can fill; otherwise a warning names the cure."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,8 +8,9 @@ import pytest
 
 from jaxlora import LoraJob, RunConfig
 from jaxlora.forecast import plan_run
-from jaxlora.plan.memory.bounds import Bounds
+from jaxlora.plan.memory.bounds import Bounds, low_fill
 from tests import tiny
+from tests.jaxlora.train.runs import data_of, samples_of
 
 
 @pytest.fixture
@@ -70,3 +72,17 @@ def test_a_gpu_gets_all_that_jobs_can_fill(run, monkeypatch):
     job = plan_run(many).jobs[0]
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert Bounds.of(many, many.jobs, [job.train_data]).largest > 4096
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_what_limits_a_microbatch_is_named(run, most):
+    """With all jobs in a microbatch, the number of adapters limits nothing."""
+    config = run(microbatch_tokens=4096)
+    job, size = config.jobs[0], {"batch_size": 2}
+    config = config.replace(jobs=[job.replace(name=name, **size) for name in "ab"])
+    data = data_of(samples_of([32] * 4), 64)
+    bounds = Bounds.of(config, config.jobs, [data] * 2, most_jobs=most)
+    assert bounds.step_tokens == min(most, 2) * (2 * 32 + 32)
+    [note] = low_fill(config, dataclasses.replace(bounds, largest=4096))
+    assert ("all jobs that run at once" in note.text) == (most > 1)
+    assert ("raise adapters_per_microbatch" in note.text) == (most == 1)

@@ -8,6 +8,7 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
+from jaxlora.models.blocks import experts as blocks
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.registry import model_config
 from jaxlora.models.spec import DecoderSpec
@@ -98,3 +99,42 @@ def test_experts_that_no_slot_adapts_have_the_padding_of_one():
     attention, experts = "self_attn.q_proj", "mlp.experts.up_proj"
     assert padding(8, attention) == padding(1, attention) == padding(1, experts)
     assert padding(8, experts) > 3 * padding(1, experts)
+
+
+def spec_of_experts(num_slots: int, **options) -> DecoderSpec:
+    """A layer with nine experts, of which a token has three."""
+    path = pathlib.Path(__file__).parents[3] / "golden/models/olmoe/config.json"
+    sizes = WIDE | {"num_hidden_layers": 1}
+    return dataclasses.replace(
+        make_spec(**options),
+        config=model_config(json.loads(path.read_text()) | sizes),
+        adapted=("layers.0.mlp.experts.up_proj",),
+        slots=SlotShape(num_slots=num_slots, rank=4, use_dropout=False),
+    )
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_blocks_of_experts_rows_have_the_size_of_the_program(most, monkeypatch):
+    spec, run, found = spec_of_experts(2, most_adapters=most), blocks.route_rows, []
+
+    def noted(*args, block_rows, **kwargs):
+        found.append(block_rows)
+        return run(*args, block_rows=block_rows, **kwargs)
+
+    monkeypatch.setattr(blocks, "route_rows", noted)
+    with planned_for(planned.TRACED_ON):
+        for num_tokens in 256, 2048:
+            estimate._kept_bytes(spec, num_tokens, 64)
+    shape = spec.config.expert_shape(0)
+    assert found == [spec.expert_block_rows(shape, n) for n in (256, 2048)] == [16, 64]
+
+
+def test_no_trace_has_other_blocks_of_experts_rows_than_the_next(monkeypatch):
+    """Otherwise, what is padding would count as bytes of each token."""
+    spec = spec_of_experts(8)
+    assert estimate._block_rows(spec, (4096, 8192)) == {16, 64}
+    with planned_for(planned.TRACED_ON):
+        found = estimate._step_bytes.__wrapped__(spec, 64)
+        monkeypatch.setattr(blocks, "block_rows_for", lambda *_: 64)
+        estimate._kept.cache_clear()
+        assert estimate._step_bytes.__wrapped__(spec, 64) == found
