@@ -38,7 +38,7 @@ def block_rows_for(
     implementation: str,
     projections: Sequence[Projection],
     num_adapters: int,
-    num_copies: int,
+    slot_rows: float,
 ) -> int:
     """Returns `block_rows` for `route_rows`, with which linears of experts are fastest.
 
@@ -46,10 +46,10 @@ def block_rows_for(
         implementation: Name of the kernel back end in `BACKENDS`.
         projections: The linears of the experts, as `expert_linears` takes them.
         num_adapters: G.
-        num_copies: T k. With many rows in a slot, there is little padding to save.
+        slot_rows: Mean number of copies of tokens in a slot that has any. With many of
+            them, there is little padding to save.
     """
-    backend, num_slots = get_backend(implementation), projections[0].a.shape[0]
-    gains = num_copies <= _SHARED_SLOT_ROWS * num_slots
+    backend, gains = get_backend(implementation), slot_rows <= _SHARED_SLOT_ROWS
     gains = gains and num_adapters > 1 and not backend.is_plain
     if gains and unshared(backend, projections) is None:
         return SMALL_BLOCK

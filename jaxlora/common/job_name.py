@@ -16,7 +16,7 @@ def check_job_name(name: str, *, kind: str = "job") -> str:
     Raises:
         ValueError: It cannot.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
             f"{kind} name {name!r} must be a plain folder name: letters, digits, '.', "
             "'_' and '-', at most 100, not starting with '.', '_' or '-'."

@@ -63,9 +63,12 @@ def decoder_seconds(
     return tuple(layers)
 
 
-def microbatch_seconds(spec: DecoderSpec, speed: DeviceSpeed = UNKNOWN_DEVICE) -> float:
+def microbatch_seconds(
+    spec: DecoderSpec, num_tokens: int, speed: DeviceSpeed = UNKNOWN_DEVICE
+) -> float:
     """Estimates the time of a microbatch that no token adds to, as of experts."""
-    works = (microbatch_work(spec, i) for i in range(spec.config.num_layers))
+    layers = range(spec.config.num_layers)
+    works = (microbatch_work(spec, i, num_tokens) for i in layers)
     return sum(speed.compute_seconds(work.both) for work in works)
 
 

@@ -20,7 +20,7 @@ from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.banded_attention import band_tokens
 from jaxlora.modules.gated_delta import CHUNK_TOKENS
 from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
-from jaxlora.pallas_kernels.expert_rows import TILE_ROWS, TILE_TOKENS
+from jaxlora.pallas_kernels.expert_rows import TILE_ROWS
 
 
 class _DeltaWaits(NamedTuple):
@@ -168,11 +168,16 @@ def _copies(linear: LayerLinear) -> int:
     return 1 if linear.experts is None else linear.experts.chosen
 
 
-def microbatch_work(spec: DecoderSpec, layer: int) -> Passes[Work]:
+def microbatch_work(spec: DecoderSpec, layer: int, num_tokens: int) -> Passes[Work]:
     """Counts the work of a microbatch in one layer that no token adds to.
 
     Blocks of experts' rows have padding, and their weights may be dequantized. That of
     other linears was not measured.
+
+    Args:
+        spec: The decoder.
+        layer: Number of the layer.
+        num_tokens: Tokens of the microbatch, on which the size of blocks depends.
     """
     forward, backward = Work(), Work()
     for name, linear in linears(spec.config, layer).items():
@@ -182,9 +187,8 @@ def microbatch_work(spec: DecoderSpec, layer: int) -> Passes[Work]:
         if spec.slots is not None and path in spec.adapted:
             rank = spec.slots.rank_of(is_of_experts=True)
         # Half of the last block of a group is padding, and half of a tile's last one.
-        # Blocks are not shared in large microbatches, which are those that count.
-        padding = shape.number * (spec.num_expert_slots - 1) * TILE_TOKENS / 2
-        padding += shape.number * TILE_ROWS / 2
+        rows = spec.expert_block_rows(shape, num_tokens)
+        padding = shape.number * (spec.num_expert_slots * rows + TILE_ROWS - rows) / 2
         read = _dequantizing(spec, linear, path)
         forward += padding * _product_work(linear, rank) + read
         backward += padding * _product_work(linear, 2 * rank) + read

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxlora.models.build import LayerLinear
-from jaxlora.models.config import ModelConfig, shared_path
+from jaxlora.models.config import ExpertShape, ModelConfig, shared_path
 from jaxlora.models.decoder import Decoder
 from jaxlora.models.options import DecoderOptions, Remat
 from jaxlora.models.slot_modules import SLOT_MODULES
@@ -82,23 +82,22 @@ class DecoderSpec:
             return num_slots
         return min(num_slots, most * self.config.expert_parts)
 
-    def expert_block_rows(self, num_experts: int, num_copies: int) -> int:
+    def expert_block_rows(self, experts: ExpertShape, num_tokens: int) -> int:
         """Rows of a block of experts' rows in training; see `block_rows_for`.
 
         Args:
-            num_experts: Experts of a layer that a device has.
-            num_copies: Copies of a device's own tokens for all experts.
+            experts: The mixture, or a device's part of it.
+            num_tokens: Tokens of a microbatch.
         """
         if (slots := self.expert_slots) is None:
             return TILE_TOKENS
-        rank, drops = slots.rank_of(is_of_experts=True), slots.use_dropout
-        number = num_experts * slots.num_slots
-        like: Any = jax.ShapeDtypeStruct((number, 1, rank), "float32")
-        one = Projection(w=like, a=like, b=like, scaling=like)
-        if drops:
-            one = dataclasses.replace(one, dropout=like)
+        shape = 1, 1, slots.rank_of(is_of_experts=True)
+        like: Any = jax.ShapeDtypeStruct(shape, "int8")
+        drops = like if slots.use_dropout else None
+        one = Projection(w=like, a=like, b=like, scaling=like, dropout=drops)
+        slot_rows = experts.chosen * num_tokens / experts.number / self.num_expert_slots
         backend = self.options.implementation
-        return block_rows_for(backend, [one], slots.num_slots, num_copies)
+        return block_rows_for(backend, [one], slots.num_slots, slot_rows)
 
     @property
     def has_embedding(self) -> bool:

@@ -53,8 +53,8 @@ def _tile(num_warps: int, num_stages: int, **sizes: int) -> Tile:
 
 # The fastest of those measured on one H200 on 2026-11-30; see
 # docs/measured/portable_kernels.md. A thread spills some registers, most of which it
-# needs once a chunk. A kernel that spills may take 48 KiB of shared memory at most: of
-# more, jaxlib takes all that there is, and leaves no cache for what is spilled.
+# needs once a chunk. More than 48 KiB of shared memory cost a kernel that spills much
+# time: jaxlib has it prefer shared memory to the cache, which what is spilled needs.
 TILES = Tiles(
     prepare=_tile(2, 2),
     forward=_tile(2, 2, COLUMNS=32),

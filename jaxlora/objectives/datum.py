@@ -55,18 +55,17 @@ def _cispo(xp: Any, lp: Any, q: Any, a: Any, low: Any, high: Any) -> Any:
     return -(jax.lax.stop_gradient(ratio) if xp is jnp else ratio) * lp * a
 
 
-_CLIP = "clip_low_threshold", "clip_high_threshold"
+# Names of the least and the largest ratio.
+CLIP = "clip_low_threshold", "clip_high_threshold"
 LOSSES: dict[str, DatumLoss] = {
     "cross_entropy": DatumLoss(
         value=lambda xp, lp, q, a: -lp, has_advantages=False, is_linear=False
     ),
     "importance_sampling": DatumLoss(value=lambda xp, lp, q, a: -xp.exp(lp - q) * a),
     # arXiv 1707.06347
-    "ppo": DatumLoss(value=_ppo, settings=dict(zip(_CLIP, (0.8, 1.2), strict=True))),
+    "ppo": DatumLoss(value=_ppo, settings=dict(zip(CLIP, (0.8, 1.2), strict=True))),
     # arXiv 2506.13585
-    "cispo": DatumLoss(
-        value=_cispo, settings=dict(zip(_CLIP, (0.0, 4.0), strict=True))
-    ),
+    "cispo": DatumLoss(value=_cispo, settings=dict(zip(CLIP, (0.0, 4.0), strict=True))),
     # arXiv 2405.19107
     "dro": DatumLoss(
         value=lambda xp, lp, q, a, beta: beta / 2 * (lp - q) ** 2 - lp * a,

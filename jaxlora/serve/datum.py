@@ -1,13 +1,14 @@
 """Datums: the tokens that a caller trains on, and what each position counts."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlora.errors import ConfigError, DataError
-from jaxlora.objectives.datum import LOSSES, datum_inputs
+from jaxlora.objectives.datum import CLIP, LOSSES, datum_inputs
 from jaxlora.objectives.sample import TokenizedSample
 
 Numbers = Sequence[float] | np.ndarray
@@ -44,7 +45,10 @@ class Datum:
 
     def __post_init__(self):
         for name in ("tokens", "target_tokens"):
-            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
+            given = getattr(self, name)
+            if (ids := token_ids(given)) is None:
+                raise DataError(f"{name} is {given!r:.60}. Give a list of token ids.")
+            object.__setattr__(self, name, ids)
         if not self.tokens.size:
             raise DataError("tokens is empty. A datum has one position or more.")
         for name in _FLOATS:
@@ -84,14 +88,15 @@ class Datum:
                 "before it to predict it."
             )
         ids, before = [*prompt, *completion], [0.0] * (len(prompt) - 1)
-        if isinstance(advantages, int | float | np.number):
-            advantages = [float(advantages)] * len(completion)
+        own: Any = advantages
+        if own is not None and np.ndim(own) == 0:
+            own = [own] * len(completion)
         return Datum(
             tokens=ids[:-1],
             target_tokens=ids[1:],
             weights=[*before, *[1.0] * len(completion)],
             logprobs=None if logprobs is None else [*before, *logprobs],
-            advantages=None if advantages is None else [*before, *advantages],
+            advantages=None if own is None else [*before, *own],
         )
 
     def with_weights(self, weights: Any) -> "Datum":
@@ -109,14 +114,15 @@ def _numbers(name: str, given: Any) -> np.ndarray:
     return array
 
 
-def _whole_numbers(name: str, given: Any) -> np.ndarray:
+def token_ids(given: Any) -> np.ndarray | None:
+    """Returns token ids as an array of its own, int32; None: they are none."""
     try:
         array = np.asarray(given)
     except ValueError:  # lists of unlike lengths
-        array = np.empty((0, 0))
+        return None
     is_whole = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
     if not is_whole or (array.size and not 0 <= array.min() <= array.max() < 2**31):
-        raise DataError(f"{name} is {given!r:.60}. Give a list of token ids.")
+        return None
     return array.astype(np.int32)
 
 
@@ -137,8 +143,8 @@ class ChosenLoss:
         """Checks the settings that a caller gives, and adds the defaults.
 
         Raises:
-            ConfigError: There is no such loss or setting, or a value is missing or no
-                number.
+            ConfigError: There is no such loss or setting, or a value is missing, is no
+                number, or contradicts another.
         """
         if name not in LOSSES:
             raise ConfigError(f"loss={name!r} must be one of {', '.join(LOSSES)}.")
@@ -148,13 +154,20 @@ class ChosenLoss:
             raise ConfigError(f"{unknown[0]!r} is no setting of {name}, {has}.")
         settings = {}
         for key, value in {**known, **given}.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not is_number or not np.isfinite(value):
                 raise ConfigError(
                     f"{key}={value!r} of the loss {name} must be a finite number. Set "
                     f"loss_config={{{key!r}: ...}}."
                 )
             settings[key] = float(value)
+        low, high = (settings.get(key, 0.0) for key in CLIP)
+        if low > high:
+            raise ConfigError(
+                f"{CLIP[0]}={low:g} of the loss {name} is larger than {CLIP[1]}="
+                f"{high:g}. They are the least and the largest ratio, such as 0.8 and "
+                "1.2."
+            )
         return ChosenLoss(name=name, settings=settings)
 
     def sample(self, datum: Datum) -> TokenizedSample:

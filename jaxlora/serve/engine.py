@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer import OptimizerInputs, slot_step
+from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs, slot_step
 from jaxlora.adapters.optimizers.table import ADAMW
 from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.adapters.targets import Targets, choose_linears
@@ -179,9 +180,10 @@ class OpenAdapter:
 class Engine:
     """A frozen model with slots of adapters, and the calls that wait for it.
 
-    One thread uses it.
+    A thread uses it while it has its lock.
 
     Attributes:
+        lock: The lock.
         model: The model, with all arrays of its format.
         spec: The decoder with its slots.
         table: The slots.
@@ -220,7 +222,9 @@ class Engine:
             max_jobs=self.spec.options.most_adapters,
         )
         self._packer = TickPacker(layout, self._limits)
+        self.lock = threading.RLock()
         self._in_flight: deque[Callable[[], None]] = deque()
+        self._is_lost = False  # whether a program has taken the slots and left none
         self._numbers = itertools.count()
 
     @property
@@ -277,6 +281,7 @@ class Engine:
         Raises:
             DeviceError: As for `advance`.
         """
+        self._check_is_whole()
         while one.calls:
             self.advance()
         with _device_errors():
@@ -292,8 +297,22 @@ class Engine:
         Raises:
             DeviceError: A device has failed, or its memory is full.
         """
+        self._check_is_whole()
         with _device_errors():
             return self._advance()
+
+    def _check_is_whole(self) -> None:
+        """Checks that no earlier error has taken the slots.
+
+        Raises:
+            DeviceError: One has.
+        """
+        if self._is_lost:
+            raise DeviceError(
+                "an earlier error, or an interrupt, has broken off a program that was "
+                "changing the adapters, so this session cannot go on. Make another, "
+                "and load what was saved."
+            )
 
     def _advance(self) -> bool:
         for one in self.adapters.values():
@@ -343,20 +362,17 @@ class Engine:
         chosen = fill_oldest_first(samples, self._limits)
         tokens = padded_tokens(chosen, self._limits)
         rows = next(size for size in self._sizes if size >= tokens)
-        # If the work is broken off, datums are lost and not counted twice.
-        for sample in chosen:
-            one, call, number = waiting[sample.index]
-            call.waiting.remove(number)
-            one.has_gradients |= is_training
-        for one in {id(one): one for one, _ in ready}.values():
-            for number in [n for n, c in one.calls.items() if _is_queued(c)]:
-                del one.calls[number]
         run = self._evaluate_base if oldest is self.base else self._evaluate
         run = self._accumulate if is_training else run
         lengths = lambda sample: (sample.num_tokens,)
-        for (part,) in self._packer.split((chosen,), lengths, rows):
-            places = [(waiting[s.index][1], waiting[s.index][2]) for s in part]
-            self._queue_microbatch(run, part, places, batches, rows)
+        try:
+            for (part,) in self._packer.split((chosen,), lengths, rows):
+                places = [waiting[sample.index] for sample in part]
+                self._queue_microbatch(run, part, places, batches, rows)
+        finally:
+            for one in {id(one): one for one, _ in ready}.values():
+                for number in [n for n, c in one.calls.items() if _is_queued(c)]:
+                    del one.calls[number]
 
     def _accumulate(self, rows: PackedBatch) -> JobLosses:
         """Queues both passes of rows."""
@@ -382,7 +398,7 @@ class Engine:
         self,
         run: Callable[[PackedBatch], JobLosses],
         microbatch: Microbatch,
-        places: Sequence[tuple[PassCall, int]],
+        places: Sequence[tuple[OpenAdapter, PassCall, int]],
         batches: Mapping[int, JobBatch],
         rows: int,
     ) -> None:
@@ -391,21 +407,45 @@ class Engine:
         Args:
             run: Queues its passes.
             microbatch: Its samples.
-            places: For each of them, its call and its number there.
+            places: For each of them, its adapter, its call, and its number there.
             batches: The datums, by slot.
             rows: Rows of the microbatch.
         """
         packed = self._packer.pack((microbatch,), batches, rows)
-        losses = run(self._packer.upload(packed)[0])
+        uploaded = self._packer.upload(packed)[0]
+        before = self.table.state
+        try:
+            for _, call, number in places:
+                call.waiting.remove(number)
+            losses = run(uploaded)
+        except BaseException:
+            # Such as an interrupt while the program was compiled. No datum counts
+            # twice, and none is lost.
+            if self._is_still(before):
+                for _, call, number in places:
+                    call.waiting[:] = sorted({*call.waiting, number})
+            raise
+        for one, call, _ in places:
+            one.has_gradients |= call.is_training
         ends = np.cumsum([sample.num_tokens for sample in microbatch])[:-1]
         is_row = packed.segment_ids >= 0
 
         def settle() -> None:
             found = -np.asarray(jax.device_get(losses.nll))[is_row]
-            for (call, number), own in zip(places, np.split(found, ends), strict=True):
+            for (_, call, number), own in zip(
+                places, np.split(found, ends), strict=True
+            ):
                 call.receive(number, own)
 
         self._note(settle)
+
+    def _is_still(self, state: AdapterState) -> bool:
+        """Whether the slots are as they were, so that what broke off can be repeated.
+
+        A program that has begun has taken them, and they are lost if it broke off.
+        """
+        self._is_lost |= any(x.is_deleted() for x in jax.tree.leaves(self.table.state))
+        return self.table.state is state and not self._is_lost
 
     def _queue_step(self, one: OpenAdapter, number: int) -> None:
         """Queues the optimizer step of an adapter, which is its next call."""
@@ -415,15 +455,20 @@ class Engine:
         table, call = self.table, one.calls[number]
         assert isinstance(call, StepCall)
         inputs = _optimizer_inputs(call.params, one.num_steps)
-        given = table.state, np.int32(one.slot), inputs, table.settings["rank"]
-        table.state, result = self._step(*given)
+        before, num_steps = table.state, one.num_steps
+        given = before, np.int32(one.slot), inputs, table.settings["rank"]
+        try:
+            table.state, result = self._step(*given)
+        except BaseException:
+            self._is_still(before)  # then the step is still the next call
+            raise
         del one.calls[number]
         one.last_step, one.has_gradients = call, False
 
-        def settle() -> None:
+        def settle() -> None:  # which may be interrupted, and is then repeated
             found = jax.device_get(result)
             is_finite, norm = bool(found.is_finite[0]), float(found.norm[0])
-            one.num_steps += is_finite
+            one.num_steps = num_steps + is_finite
             call.result = StepResult(
                 step=one.num_steps, grad_norm=norm, is_finite=is_finite
             )

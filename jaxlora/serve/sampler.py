@@ -25,6 +25,7 @@ from jaxlora.hf.load import FrozenModel
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.trained_tensors import tensor_of
+from jaxlora.serve.datum import token_ids
 from jaxlora.serve.engine import Engine, OpenAdapter
 
 # A text, or token ids.
@@ -100,12 +101,21 @@ class Sampler:
             JaxloraError: A setting or a prompt cannot be used.
         """
         chosen = generation_settings(settings)
-        if isinstance(prompts, str) or not isinstance(num_samples, int):
+        if isinstance(prompts, str):
+            raise ConfigError(f"prompts={prompts!r:.60} is one text. Give a list.")
+        if not isinstance(num_samples, int) or num_samples < 1:
             raise ConfigError(
-                "sample takes a list of prompts, and num_samples is a whole number."
+                f"num_samples={num_samples!r} must be a whole number, 1 or more."
             )
         if end_tokens is None:
             end_tokens = end_ids(self._model, self._tokenizer())
+        elif (ids := token_ids(end_tokens)) is None:
+            raise ConfigError(
+                f"end_tokens={end_tokens!r:.60} must be a list of token ids, which may "
+                "be empty."
+            )
+        else:
+            end_tokens = ids.tolist()
         requests = []
         for number, prompt in enumerate(prompts):
             with errors_in(f"prompt {number + 1}"):
@@ -129,11 +139,12 @@ class Sampler:
         config = self._model.config
         if isinstance(prompt, str):
             return prompt_ids(Prompt(prompt), self._tokenizer(), config.max_positions)
-        ids = [int(i) for i in np.asarray(prompt)]
-        if not ids or not 0 <= min(ids) <= max(ids) < config.vocab_size:
+        found = token_ids(prompt)
+        ids = [] if found is None else found.tolist()
+        if not ids or max(ids) >= config.vocab_size:
             raise ConfigError(
-                f"it must have one token or more, each from 0 to "
-                f"{config.vocab_size - 1}, and is {ids!r:.60}."
+                f"it must be a text, or a list of one token id or more, each from 0 to "
+                f"{config.vocab_size - 1}, and is {prompt!r:.60}."
             )
         if len(ids) >= config.max_positions:
             raise ConfigError(

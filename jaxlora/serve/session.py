@@ -5,7 +5,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +64,29 @@ class Pending[T]:
         Raises:
             DeviceError: A device has failed, or the work was broken off.
         """
-        while self._call.result is None:
-            if not self._engine.advance():
-                raise DeviceError(
-                    "the work on this call was broken off by an earlier error, or by "
-                    "an interrupt, so it has no result. Load the adapter as it was "
-                    "saved last, and call again."
-                )
+        with self._engine.lock:
+            while self._call.result is None:
+                if not self._engine.advance():
+                    raise DeviceError(
+                        "the work on this call was broken off by an earlier error, or "
+                        "by an interrupt, so it has no result. Load the adapter as it "
+                        "was saved last, and call again."
+                    )
         found: Any = self._call.result
         return found
+
+
+def _alone[**P, T](
+    method: Callable[Concatenate["Session", P], T],
+) -> Callable[Concatenate["Session", P], T]:
+    """Makes a method of a session wait until no other thread is in one."""
+
+    @functools.wraps(method)
+    def call(session: "Session", *args: P.args, **kwargs: P.kwargs) -> T:
+        with session._engine.lock:
+            return method(session, *args, **kwargs)
+
+    return call
 
 
 class Session:
@@ -95,6 +109,9 @@ class Session:
     The gradient of an adapter is the sum over all `forward_backward` calls since its
     last `optim_step`. It is never divided by a number of tokens or datums: choose the
     weights for that.
+
+    Threads take turns if several use a session. After an interrupt (Ctrl-C), the work
+    goes on when a result is asked for again, or an error says that it cannot.
     """
 
     def __init__(self, model: FrozenModel | str | os.PathLike, **settings: Any):
@@ -130,6 +147,7 @@ class Session:
         tokenizer.check_fits(self._engine.model.config.vocab_size)
         return tokenizer
 
+    @_alone
     def add_adapter(
         self,
         name: str,
@@ -178,6 +196,7 @@ class Session:
         }
         self._engine.open(name, fresh_adapter(job, modules, kernels, model.dtype))
 
+    @_alone
     def load(self, name: str, path: str | os.PathLike) -> None:
         """Makes an adapter that goes on from a folder of PEFT, or from a saved state.
 
@@ -201,6 +220,7 @@ class Session:
         adapter, parked, num_steps = read_state(path, model.fingerprint)
         self._engine.open(name, adapter, parked).num_steps = num_steps
 
+    @_alone
     def save(
         self, name: str, folder: str | os.PathLike, *, overwrite: bool = False
     ) -> None:
@@ -221,10 +241,12 @@ class Session:
             base_model=model.source,
             revision=model.revision,
             linear_names=linear_names(model.config),
+            model_type=model.config.model_type,
             overwrite=overwrite,
             record=ExportRecord(job=name, step=one.num_steps),
         )
 
+    @_alone
     def save_state(self, name: str, path: str | os.PathLike) -> None:
         """Writes the whole state of an adapter into a file, after all calls for it.
 
@@ -247,6 +269,7 @@ class Session:
         parked, base = self._engine.table.copy(one.slot), self._engine.model.fingerprint
         write_state(pathlib.Path(path), one.like, parked, one.num_steps, base)
 
+    @_alone
     def remove(self, name: str) -> None:
         """Removes an adapter after all calls for it, so that its slot is free.
 
@@ -257,6 +280,7 @@ class Session:
 
     # ---- training --------------------------------------------------------------------
 
+    @_alone
     def forward(
         self,
         name: str,
@@ -275,6 +299,7 @@ class Session:
             name, data, ChosenLoss.of(loss, loss_config), is_training=False
         )
 
+    @_alone
     def forward_backward(
         self,
         name: str,
@@ -303,6 +328,7 @@ class Session:
             name, data, ChosenLoss.of(loss, loss_config), is_training=True
         )
 
+    @_alone
     def forward_backward_custom(
         self, name: str, data: Sequence[Datum], loss: CustomLoss
     ) -> Pending[PassResult]:
@@ -324,7 +350,7 @@ class Session:
         Raises:
             JaxloraError: As for `forward_backward`, or the gradient is not finite.
         """
-        data = tuple(data)
+        data = _listed(data)
         found = self.forward(name, data).result().logprobs
 
         def value_and_metrics(logprobs: list[jax.Array]) -> tuple[Any, Any]:
@@ -333,6 +359,13 @@ class Session:
 
         differentiate = jax.value_and_grad(value_and_metrics, has_aux=True)
         (value, metrics), gradients = differentiate([jnp.asarray(x) for x in found])
+        metrics = {"loss:sum": value} | metrics
+        for key, number in metrics.items():
+            if np.ndim(number):
+                raise DataError(
+                    f"the loss gives the metric {key!r} as an array of shape "
+                    f"{np.shape(number)}. Give one number, such as its mean."
+                )
         weights = [-np.asarray(gradient) for gradient in gradients]
         for number, own in enumerate(weights):
             if not np.isfinite(own).all():
@@ -342,7 +375,6 @@ class Session:
                     "it."
                 )
         weighted = [d.with_weights(w) for d, w in zip(data, weights, strict=True)]
-        metrics = {"loss:sum": value} | metrics
         return self._pass(
             name,
             weighted,
@@ -351,6 +383,7 @@ class Session:
             metrics={key: float(number) for key, number in metrics.items()},
         )
 
+    @_alone
     def optim_step(
         self,
         name: str,
@@ -388,6 +421,7 @@ class Session:
 
     # ---- sampling --------------------------------------------------------------------
 
+    @_alone
     def publish(self, name: str) -> Sampler:
         """Returns a sampler with a copy of an adapter, after all calls for it.
 
@@ -400,6 +434,7 @@ class Session:
         one = self._engine.base if name == BASE else self._finished(name)
         return publish(self._engine, one, lambda: self.tokenizer)
 
+    @_alone
     def sample(
         self,
         name: str,
@@ -434,7 +469,7 @@ class Session:
         metrics: Mapping[str, float] | None = None,
     ) -> Pending[PassResult]:
         samples = []
-        for number, datum in enumerate(data):
+        for number, datum in enumerate(_listed(data)):
             try:
                 self._check(datum)
                 samples.append(loss.sample(datum))
@@ -491,3 +526,9 @@ class Session:
                 "it first."
             )
         return name
+
+
+def _listed(data: Sequence[Datum]) -> tuple[Datum, ...]:
+    if isinstance(data, Datum):
+        raise DataError("data is one Datum. Give a list of them.")
+    return tuple(data)

@@ -60,6 +60,7 @@ def train_run(
     ends = "finishing what is in flight, then writing a checkpoint"
     with StopRequest(ends) as stop, contextlib.ExitStack() as opened:
         opened.callback(run.store.close)  # waits for the last checkpoint
+        opened.callback(run.ahead.begin, ())  # drops the weights of jobs that wait
         # Everything that could refuse to resume the run came before, so that the folder
         # was left as it was.
         if processes.is_first():

@@ -236,12 +236,25 @@ class Run:
             opened.callback(self.store.close)
             checkpoint = self._restore()
             self.ahead = DrawAhead(self.slots)
-            self.ahead.begin([job for job in self.jobs if not job.has_begun])
+            self.ahead.begin(self._first())
             with self.watch.on("waiting for programs"):
                 self._fit()
             opened.pop_all()
         self.round = 0 if checkpoint is None else checkpoint.number
         return None if checkpoint is None else checkpoint.run.stream
+
+    def _first(self) -> list[JobState]:
+        """Returns the jobs that may start from their first weights, the next one first.
+
+        Jobs that wait for a sweep are among them, as its decisions come later.
+        """
+        found = [
+            job
+            for job in self.jobs
+            if not (job.has_begun or job.progress.is_over or job.awaits)
+            and self.live.pause_reason(job.name) is None
+        ]
+        return sorted(found, key=lambda job: -job.settings.priority)
 
     def _check_may_resume(self, *, drop_state: bool) -> FoundRun:
         """Returns what the locked folder holds, from which the run goes on."""

@@ -725,8 +725,8 @@ _CALLS = (
     ),
     _mutant(
         "a step that was skipped counts",
-        "one.num_steps += is_finite",
-        "one.num_steps += 1",
+        "one.num_steps = num_steps + is_finite",
+        "one.num_steps = num_steps + 1",
         f"{_SERVE}/test_engine.py::test_a_step_that_is_not_finite_is_skipped",
     ),
     _mutant(

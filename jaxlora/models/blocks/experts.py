@@ -114,16 +114,19 @@ class ExpertLinears(nnx.Module):
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
         kernels, linears = {"implementation": self.implementation}, [*before, after]
-        most = self.most_adapters
+        most = num_adapters
+        if self.most_adapters is not None:
+            most = min(self.most_adapters, num_adapters)
+        slot_rows = chosen.size / (self.parts * self.num_held * most)
         plan = route_rows(
             chosen,
             blocks,
             self.num_held,
             num_adapters,
             block_rows=block_rows_for(
-                self.implementation, linears, num_adapters, chosen.size // self.parts
+                self.implementation, linears, num_adapters, slot_rows
             ),
-            most_adapters=num_adapters if most is None else min(most, num_adapters),
+            most_adapters=most,
             num_parts=self.parts,
             first_expert=first_one,
         )

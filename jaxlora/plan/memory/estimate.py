@@ -246,11 +246,12 @@ def _step_bytes(spec: DecoderSpec, block_tokens: int) -> StepBytes:
 def _block_rows(spec: DecoderSpec, numbers: Sequence[int]) -> set[int]:
     """Rows of a block of experts in microbatches of these numbers of tokens."""
     config = spec.config
-    shapes = filter(None, map(config.expert_shape, range(config.num_layers)))
-    return {
-        spec.expert_block_rows(one.number // config.expert_parts, one.chosen * number)
-        for one, number in itertools.product(set(shapes), numbers)
-    }
+    shapes = set(filter(None, map(config.expert_shape, range(config.num_layers))))
+    held = [
+        dataclasses.replace(one, number=one.number // config.expert_parts)
+        for one in shapes
+    ]
+    return {spec.expert_block_rows(*one) for one in itertools.product(held, numbers)}
 
 
 def _of_layers(
@@ -410,7 +411,8 @@ def _with_padding(found: StepBytes, spec: DecoderSpec, num_tokens: int) -> StepB
             continue
         number = shape.number // config.expert_parts
         copies = min(shape.chosen, number) * config.expert_parts * num_tokens
-        rows = spec.expert_block_rows(number, shape.chosen * num_tokens)
+        held = dataclasses.replace(shape, number=number)
+        rows = spec.expert_block_rows(held, num_tokens)
         rows *= num_blocks(copies, number, spec.num_expert_slots, rows)
         share = itemsize * (rows - copies) / num_tokens
         kept.append(share * (config.hidden_size + _MLP_KEEPS * shape.features))

@@ -276,7 +276,7 @@ def shape_seconds(
     part = stages.spec.part(tensor, sizes.expert)
     layers = decoder_seconds(part, own_speed, mean_tokens=mean_tokens)
     token_seconds = total(layers).both
-    fixed = microbatch_seconds(part, own_speed)
+    fixed = microbatch_seconds(part, capacity, own_speed)
 
     def equivalent_tokens(num_tokens: float) -> float:
         """Tokens whose products alone would take the whole time of a microbatch."""

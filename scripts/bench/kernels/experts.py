@@ -156,7 +156,7 @@ def operands(case: ExpertCase) -> Operands:
     adapter = jnp.arange(t // BLOCK, dtype=jnp.int32) * g // (t // BLOCK)
     shapes = ("gate and up", "down") if case.which == "layer" else (case.which,)
     made = [linear(k, n) for k, widths in map(model.linears, shapes) for n in widths]
-    rows = block_rows_for("mosaic", made, g, t * model.chosen)
+    rows = block_rows_for("mosaic", made, g, t * model.chosen / (model.experts * g))
     plan = route_rows(ids, adapter, model.experts, g, block_rows=rows)
     weights = jax.nn.softmax(normal(t, model.chosen, dtype=jnp.float32))
     if case.which == "layer":

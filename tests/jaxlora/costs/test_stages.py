@@ -187,7 +187,7 @@ def test_padding_and_scratch_of_experts_do_not_grow_with_tokens():
 
     def forward(**changes):
         own = dataclasses.replace(options, **changes)
-        return microbatch_work(dataclasses.replace(spec, options=own), 0).forward
+        return microbatch_work(dataclasses.replace(spec, options=own), 0, 64).forward
 
     rows = 6 * (8 + 1) / 2 * 64
     one = 32 * 64 * 2 + 2 * 2 * (32 + 64)

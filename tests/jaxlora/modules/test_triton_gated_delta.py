@@ -271,7 +271,7 @@ KERNELS = {
     ),
 }
 # The most bytes that a thread may spill: registers most of which it needs once a chunk.
-SPILLED_BYTES = 480
+SPILLED_BYTES = 320
 ALWAYS = {
     ("gradients", 128, 32, 89),
     ("prepare", 96, 32, 80),

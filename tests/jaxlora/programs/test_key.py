@@ -53,6 +53,7 @@ def changed_specs(spec: DecoderSpec) -> dict[str, DecoderSpec]:
         "kv_parts": 2,
         "objectives": ("dpo",),
         "layers_per_program": 1,
+        "most_adapters": 1,
     }
     assert values.keys() == {f.name for f in dataclasses.fields(DecoderOptions)}
     found = {

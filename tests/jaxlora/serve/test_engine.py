@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -298,22 +299,74 @@ def test_nothing_is_compiled_again(opened, tmp_path):
     assert count() == before
 
 
-def test_work_that_breaks_off_is_not_counted_twice(opened, monkeypatch):
-    session, data = opened("a"), datums(np.random.default_rng(12))
-    session.add_adapter("b", rank=2)
-    lost = session.forward_backward("a", data)
+def test_work_that_breaks_off_is_repeated(opened, monkeypatch):
+    """Each datum counts once, and the step behind it sees all of them."""
+    session, data = opened("a", "b"), datums(np.random.default_rng(12))
+    wanted = [session.forward_backward("a", data), session.optim_step("a", 0.0)]
+    wanted = [call.result() for call in wanted]
+    calls = [session.forward_backward("a", data), session.optim_step("a", RATE)]
+    waits = session.optim_step("b", RATE)
 
-    def interrupt(rows):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session._engine, "_accumulate", interrupt)
+        patch.setattr(session._engine._steps, "accumulate", interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                calls[1].result()
+    with monkeypatch.context() as patch:
+        patch.setattr(session._engine, "_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lost.result()
-    with pytest.raises(DeviceError, match="was broken off"):
-        lost.result()
-    session.forward_backward("b", data).result()
-    assert session.optim_step("a", RATE).result().grad_norm == 0
+            calls[1].result()
+    found = [call.result() for call in calls]
+    assert found[0].loss == wanted[0].loss
+    assert found[1].grad_norm == wanted[1].grad_norm and found[1].step == 2
+    assert waits.result().step == 1
+
+
+def test_a_step_counts_once_if_its_result_is_read_twice(opened, monkeypatch):
+    session = opened("a")
+    session.forward_backward("a", datums(np.random.default_rng(12)))
+    step = session.optim_step("a", RATE)
+
+    class Interrupted(type(session._engine._in_flight)):
+        def popleft(self):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._engine, "_in_flight", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            step.result()
+        left = list(session._engine._in_flight)
+    session._engine._in_flight.extend(left)
+    assert step.result().step == 1
+    assert session.optim_step("a", RATE).result().step == 2
+
+
+def test_a_session_whose_slots_are_lost_says_so(opened, monkeypatch, tmp_path):
+    """A program that has taken the slots, and failed, leaves none to go on with."""
+    session, data = opened("a", "b"), datums(np.random.default_rng(12))
+    steps = session._engine._steps
+    accumulate = steps.accumulate
+
+    def fail(*args):
+        accumulate(*args)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    done = session.forward_backward("a", data)
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "accumulate", fail)
+        with pytest.raises(DeviceError, match="RESOURCE_EXHAUSTED: out of memory"):
+            done.result()
+    for call in (
+        done.result,
+        lambda: session.save("b", tmp_path / "b"),
+        lambda: session.sample("b", [[1]], max_new_tokens=1),
+        session.optim_step("b", RATE).result,
+    ):
+        with pytest.raises(DeviceError, match="this session cannot go on"):
+            call()
 
 
 def test_a_microbatch_has_the_smallest_size_that_holds_it(opened, monkeypatch):

@@ -1,7 +1,11 @@
 """Sessions save, load and sample, and refuse what cannot be."""
 
+import concurrent.futures
 import json
+import pathlib
 
+import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -9,11 +13,14 @@ import safetensors.numpy
 import jaxlora
 from jaxlora import Datum
 from jaxlora.errors import CheckpointError, ConfigError, DataError, JaxloraError
+from jaxlora.serve.datum import ChosenLoss
 from jaxlora.serve.session import Session
 from tests import tiny
 from tests.jaxlora.serve.conftest import SETTINGS
 from tests.jaxlora.serve.test_engine import RATE, assert_same, state
 from tests.jaxlora.serve.test_losses import datums
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 
 
 def stepped(session, name, data) -> None:
@@ -73,6 +80,23 @@ def test_a_removed_adapter_frees_its_slot(session):
     session.add_adapter("f", rank=2, seed=1)
     assert session.adapters == ("a", "b", "d", "e", "f")
     assert session.optim_step("f", RATE).result().grad_norm == 0
+
+
+def test_threads_take_turns(opened):
+    """Each has the results of its own adapter, and no call is lost."""
+    session, steps = opened("a", "b"), {}
+    data = datums(np.random.default_rng(4), (50, 3, 60, 2, 90))
+
+    def train(name: str) -> None:
+        for _ in range(4):
+            done = session.forward_backward(name, data)
+            step = session.optim_step(name, RATE)
+            assert len(done.result().logprobs) == len(data)
+            steps.setdefault(name, []).append(step.result().step)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        list(threads.map(train, ("a", "b")))
+    assert steps == {"a": [1, 2, 3, 4], "b": [1, 2, 3, 4]}
 
 
 def test_log_probabilities_of_sampler_and_trainer_agree(opened):
@@ -144,7 +168,13 @@ def test_wrong_datums(given, error):
         Datum(**given)
 
 
-def test_wrong_calls(session, tmp_path):
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Types are not checked, as outside of these tests."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def test_wrong_calls(session, tmp_path, unchecked):
     session.add_adapter("a", rank=2)
     one, long = Datum(**ONE), Datum(tokens=[1] * 97, target_tokens=[1] * 97)
     odd = Datum(tokens=[300], target_tokens=[1])
@@ -163,8 +193,17 @@ def test_wrong_calls(session, tmp_path):
         lambda: session.add_adapter("b", rank=9): "rank 9 in .*, and the slots have 8",
         lambda: session.add_adapter("../b"): "plain folder name",
         lambda: session.add_adapter("b", target_modules=["x"]): "'x'",
-        lambda: session.sample("a", "text"): "a list of prompts",
-        lambda: session.sample("a", [[]]): "prompt 1: it must have one token",
+        lambda: session.add_adapter(3): "adapter name 3 must be",
+        lambda: session.forward("a", one): "data is one Datum. Give a list",
+        lambda: session.forward(
+            "a", [one], "ppo", {"clip_low_threshold": 2}
+        ): "=2 of the loss ppo is larger than clip_high_threshold=1.2",
+        lambda: session.sample("a", "text"): "'text' is one text. Give a list",
+        lambda: session.sample("a", [[]]): "prompt 1: it must be a text, or a list",
+        lambda: session.sample("a", [1, 2]): "prompt 1: .* and is 1",
+        lambda: session.sample("a", [[1.5]]): r"prompt 1: .* and is \[1.5\]",
+        lambda: session.sample("a", [[1]], num_samples=0): "num_samples=0 must be",
+        lambda: session.sample("a", [[1]], end_tokens=["x"]): "end_tokens=.* must be",
         lambda: session.sample("a", [[1]], heat=1): "heat",
         lambda: session.load("b", tmp_path / "none"): "there is no such file",
         lambda: Session(session._engine.model, ranks=3): "ranks",
@@ -175,11 +214,31 @@ def test_wrong_calls(session, tmp_path):
     assert session.adapters == ("a",)
 
 
+def test_experts_are_written_as_a_run_writes_them(tmp_path):
+    """By the names that other programs know for the model."""
+    session = Session(GOLDEN / "models" / "mixtral", slots=1, microbatch_tokens=64)
+    session.add_adapter("a")
+    session.save("a", tmp_path / "a")
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert any(".block_sparse_moe.experts.0.w1." in name for name in tensors)
+
+
+def test_numbers_of_other_libraries_are_numbers(unchecked):
+    datum = Datum.of([1], [2, 3], logprobs=[0, 0], advantages=jnp.float32(0.5))
+    assert datum.advantages.tolist() == [0.5, 0.5]
+    loss = ChosenLoss.of("dro", {"beta": np.float32(0.5)})
+    assert loss.settings == {"beta": 0.5}
+
+
 def test_a_loss_of_your_own_that_is_not_finite(session):
     session.add_adapter("a", rank=2)
     with pytest.raises(DataError, match="datum 0: the gradient of the loss"):
         session.forward_backward_custom(
             "a", [Datum(**ONE)], lambda data, logprobs: (0 * logprobs[0]).sum() ** 0.5
+        )
+    with pytest.raises(DataError, match=r"metric 'x' as an array of shape \(2,\)"):
+        session.forward_backward_custom(
+            "a", [Datum(**ONE)], lambda data, lps: (lps[0].sum(), {"x": lps[0]})
         )
     assert session.optim_step("a", RATE).result().grad_norm == 0
 

@@ -5,6 +5,7 @@ A sweep of many small jobs would otherwise start and end them one after the othe
 
 import collections
 import concurrent.futures
+import dataclasses
 import threading
 import types
 from unittest.mock import Mock
@@ -110,6 +111,17 @@ def test_what_is_drawn_ahead_is_bounded(
     ahead.begin([trainer.jobs[0], trainer.jobs[3]])
     assert ahead._drawn[trainer.jobs[0].name] is kept[trainer.jobs[0].name]
     assert trainer.jobs[1].name not in ahead._drawn  # its turn does not come
+
+
+def test_only_jobs_that_can_start_are_drawn_when_a_run_begins(trainer):
+    """In the order in which they start: not those that have ended or are held."""
+    ended, first, second, held = trainer.jobs
+    second.prepared = dataclasses.replace(
+        second.prepared, settings=second.settings.replace(priority=1)
+    )
+    ended.update(status="finished")
+    trainer.pause_job(held.name, "it waits")
+    assert trainer._run._first() == [second, first]
 
 
 @pytest.mark.parametrize(

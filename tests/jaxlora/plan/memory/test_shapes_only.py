@@ -125,7 +125,8 @@ def test_blocks_of_experts_rows_have_the_size_of_the_program(most, monkeypatch):
     with planned_for(planned.TRACED_ON):
         for num_tokens in 256, 2048:
             estimate._kept_bytes(spec, num_tokens, 64)
-    assert found == [spec.expert_block_rows(9, 3 * 256), 64] == [16, 64]
+    shape = spec.config.expert_shape(0)
+    assert found == [spec.expert_block_rows(shape, n) for n in (256, 2048)] == [16, 64]
 
 
 def test_no_trace_has_other_blocks_of_experts_rows_than_the_next(monkeypatch):
