@@ -20,7 +20,7 @@ _ROUTER_HINT = (
     "loads balanced: it would tie the jobs of a microbatch to each other. Leave it out."
 )
 _MIXTRAL_HINT = " Mixtral's w1, w2 and w3 are gate_proj, down_proj and up_proj here."
-# Of models with experts, by the last part of a name.
+# Hints for models with experts, by the last part of a name.
 _MIXTURE_HINTS = {
     **dict.fromkeys(("gate", "router", "proj", "shared_expert_gate"), _ROUTER_HINT),
     **dict.fromkeys(("w1", "w2", "w3"), _MIXTRAL_HINT),

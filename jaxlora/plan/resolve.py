@@ -11,7 +11,9 @@ from jaxlora.config import RunConfig
 from jaxlora.config.sweep_config import Sweep
 from jaxlora.costs.device_profile import find_profile
 from jaxlora.errors import ConfigError
+from jaxlora.models.config import is_of_expert
 from jaxlora.models.slot_modules import SLOT_MODULES
+from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_names
 from jaxlora.plan.job.planned_model import PlannedModel, describe_base
 from jaxlora.plan.job.prepared_job import PreparedJob
@@ -60,6 +62,7 @@ def resolve(
     names = linear_names(model.config)
     if (reason := unread_layout(config.expert_layout, names)) is not None:
         raise ConfigError(reason)
+    adapted = {name for job in jobs for name in job.adapted}
     jobs = [job for job in jobs if job.name not in ended]
     if shapes := config.replica_shapes:
         own = MeshSizes(tensor=shapes[0].tensor)
@@ -72,6 +75,7 @@ def resolve(
     asked, config = config.padding_share, config.replace(padding_share=1.0)
     search = Search(config=config, model=model, jobs=jobs, machine=machine)
     plan = choose(search, on_accepted)
+    _check_sharing(config, adapted, plan.spec)
     share, padding_notes = _padding_share(asked, plan)
     plan = dataclasses.replace(plan, config=plan.config.replace(padding_share=share))
     if is_open:
@@ -99,6 +103,25 @@ def resolve(
     return dataclasses.replace(
         plan, shapes=shapes, ended=tuple(ended), notes=tuple(notes)
     )
+
+
+def _check_sharing(
+    config: RunConfig, adapted: Collection[str], spec: DecoderSpec
+) -> None:
+    """Checks that a run adapts experts if it says how many adapters share rows of them.
+
+    Args:
+        config: The run.
+        adapted: Names of the linears of all jobs; a run goes on when some have ended.
+        spec: The decoder with the slots, which may be for further linears.
+    """
+    adapts_experts = spec.expert_slots is not None or any(map(is_of_expert, adapted))
+    if config.changes("adapters_per_microbatch") and not adapts_experts:
+        raise ConfigError(
+            f"adapters_per_microbatch is {config.adapters_per_microbatch}, and no job "
+            "of the run adapts experts, nor do slot_targets: microbatches may have "
+            "rows of any number of other adapters. Leave it out."
+        )
 
 
 def _padding_share(

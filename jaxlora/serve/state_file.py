@@ -19,7 +19,7 @@ _KEY = "jaxlora_session"  # of our part of the file's metadata
 
 
 class _Header(pydantic.BaseModel):
-    """What a file says beside its tensors.
+    """The contents of a file beside its tensors.
 
     Attributes:
         version: Version of the format.

@@ -58,12 +58,6 @@ def decoder_spec(
     adapts_experts = any(".experts." in path for path in adapted)
     slots = _slot_shape(config, jobs, model, adapts_experts=adapts_experts)
     most = config.adapters_per_microbatch
-    if config.changes("adapters_per_microbatch") and not adapts_experts:
-        raise ConfigError(
-            f"adapters_per_microbatch is {most}, and no job of the run adapts experts, "
-            "nor do slot_targets: microbatches may have rows of any number of other "
-            "adapters. Leave it out."
-        )
     longest = max(job.settings.max_length for job in jobs)
     # Replicas run the same kernels; those of the smallest parts run them all.
     degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]

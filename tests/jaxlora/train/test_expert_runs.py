@@ -8,8 +8,15 @@ import pytest
 import jaxlora
 from jaxlora import LoraJob, Trainer, merge_adapter
 from jaxlora.data import pack
+from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.data.tokens.tokenize import DataReader
 from jaxlora.errors import CheckpointError, ConfigError
 from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.plan.job.chosen_modules import choose_modules
+from jaxlora.plan.job.planned_model import PlannedModel
+from jaxlora.plan.job.prepared_job import prepare_jobs
+from jaxlora.plan.mesh.machine import this_machine
+from jaxlora.plan.resolve import resolve
 from jaxlora.train.execute.texts import _plain
 from tests import tiny
 from tests.jaxlora.models.test_quantized_experts import (
@@ -149,3 +156,16 @@ def test_a_number_of_adapters_without_experts_is_refused(model, jobs, tmp_path):
     given = RUN | {"slot_targets": ("q_proj",), "adapters_per_microbatch": 2}
     with pytest.raises(ConfigError, match=r"adapters_per_microbatch is 2, and no job"):
         Trainer(two_slots(model, tmp_path, few, **given), model)
+
+
+def test_a_run_goes_on_when_its_jobs_on_experts_have_ended(model, jobs, tmp_path):
+    """Its number of adapters in a microbatch is not refused then."""
+    few = [jobs[0], jobs[1].replace(target_modules=["q_proj"])]
+    given = RUN | {"slot_targets": None, "adapters_per_microbatch": 1}
+    config = two_slots(model, tmp_path, few, **given)
+    chosen = [choose_modules(job, model.config) for job in few]
+    reader = DataReader(load_tokenizer(model.folder))
+    prepared = prepare_jobs(few, chosen, model.config, reader)
+    given = config, PlannedModel.of(config, model), prepared, this_machine()
+    plan = resolve(*given, ended=["job0"])
+    assert plan.spec.options.most_adapters is None

@@ -20,7 +20,7 @@ from tests.jaxlora.train.test_preferences import assert_same_score, preference_j
 __all__ = ["preference_jobs"]  # a fixture of another file
 CONFIG = pathlib.Path(__file__).parents[2] / "golden/models/qwen3_moe/config.json"
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.down_proj"]}
-# Of each other kind, one job; DoRA and VeRA are defined on linears of attention.
+# There is a job of each other kind; DoRA and VeRA are defined on linears of attention.
 CHANGES = {
     "dpo": {"optimizer": "lion", "learning_rate": 1e-3},
     "kto": {"expert_rank": "full"},
