@@ -210,6 +210,8 @@ def test_any_row_is_attended_as_defined(scoring, sinks, stand_in):
     classes = length_classes(ROWS, LONGEST, MEAN)
     assert [c.tokens for c in classes] == [24, 48, 96]
     numbers = problem(ROWS, 4, 2, 8, jnp.float32)
+    # A float32 near a sink of 40, such as the logarithm of the sum, errs by 2e-6.
+    error = 1e-5 if sinks is None else 4e-5
 
     @settings(max_examples=15, deadline=None)
     @given(pieces=rows_of)
@@ -218,7 +220,7 @@ def test_any_row_is_attended_as_defined(scoring, sinks, stand_in):
         got = compiled("cudnn", LONGEST, scoring, sinks)(*numbers, ids)
         wanted = compiled_dense(scoring, sinks)(*numbers, ids)
         for actual, exact in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(actual, exact, rtol=0, atol=error)
             np.testing.assert_array_equal(np.asarray(actual)[ids < 0], 0)
 
     check()
