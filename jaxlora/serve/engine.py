@@ -37,17 +37,11 @@ from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import chosen_experts, linear_names, linear_path
-from jaxlora.modules.attention import WideHeads
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.trained_tensors import rate_ratios
 from jaxlora.objectives.datum import DATUM, datum_loss
 from jaxlora.objectives.sample import TokenizedSample
-from jaxlora.plan.job.kernel_choice import (
-    choose_attention,
-    choose_kernels,
-    choose_wide_attention,
-    describe_choices,
-)
+from jaxlora.plan.job.kernel_choice import with_choices
 from jaxlora.plan.job.planned_model import with_derived
 from jaxlora.plan.stages import MeshStages
 from jaxlora.programs.program import Program
@@ -546,16 +540,12 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     adapts_experts = any(map(is_of_expert, linears))
     scaled = max(1, config.rank // chosen_experts(model.config))
     most = config.adapters_per_microbatch
-    attention = choose_attention(config.attention, model.dtype, model.config)
-    wide = choose_wide_attention(config.attention, model.dtype, model.config)
     spec = DecoderSpec(
         config=model.config,
         options=DecoderOptions(
             dtype=model.dtype,
             base_format=model.base_format,
             remat=config.remat,
-            attention=attention.name,
-            wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
             max_segment_tokens=max(config.microbatch_tokens),
             objectives=(DATUM.name,),
             most_adapters=most if adapts_experts and most < config.slots else None,
@@ -568,10 +558,15 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
         ),
         adapted=tuple(sorted({shared_path(linear_path(name)) for name in linears})),
     )
-    kernels = choose_kernels(config.implementation, spec, config.block_tokens)
-    logger.info("%s", describe_choices(kernels, attention, wide))
-    options = dataclasses.replace(spec.options, implementation=kernels.name)
-    return dataclasses.replace(spec, options=options)
+    spec, said = with_choices(
+        spec,
+        model.config,
+        attention=config.attention,
+        implementation=config.implementation,
+        block_tokens=config.block_tokens,
+    )
+    logger.info("%s", said)
+    return spec
 
 
 def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:

@@ -135,6 +135,18 @@ GEMMA = {
     "cache_implementation": "hybrid",
     "pad_token_id": 0,
 }
+# The vision of a Qwen3.5 or Qwen3.6, which is not read.
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "num_position_embeddings": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 1,
+}
 EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -743,15 +755,7 @@ CASES = {
             },
             "vision_config": {
                 "model_type": "qwen3_5_vision",
-                "depth": 1,
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_heads": 2,
-                "num_position_embeddings": 4,
-                "out_hidden_size": 32,
-                "patch_size": 4,
-                "spatial_merge_size": 1,
-                "temporal_patch_size": 1,
+                **QWEN_VISION,
             },
             "tie_word_embeddings": False,
         },
@@ -1033,15 +1037,7 @@ CASES = {
             },
             "vision_config": {
                 "model_type": "qwen3_5_moe_vision",
-                "depth": 1,
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_heads": 2,
-                "num_position_embeddings": 4,
-                "out_hidden_size": 32,
-                "patch_size": 4,
-                "spatial_merge_size": 1,
-                "temporal_patch_size": 1,
+                **QWEN_VISION,
             },
             "tie_word_embeddings": False,
         },

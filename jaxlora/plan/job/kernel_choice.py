@@ -11,8 +11,9 @@ from jaxlora.models.build import LayerLinear
 from jaxlora.models.config import ModelConfig
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linears
-from jaxlora.modules.attention import AttentionImplementation
+from jaxlora.modules.attention import AttentionImplementation, WideHeads
 from jaxlora.modules.attention_table import ATTENTIONS
+from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
 from jaxlora.pallas_kernels import BACKENDS, Backend, LinearShape
 from jaxlora.pallas_kernels.device import device_kind, planned_device
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS
@@ -37,6 +38,53 @@ class Choice[Name: str]:
 
     def __str__(self) -> str:
         return f"{self.name}, as requested" if self.is_requested else self.name
+
+
+def with_choices(
+    spec: DecoderSpec,
+    part: ModelConfig,
+    *,
+    attention: str,
+    implementation: str,
+    block_tokens: int,
+    mean_tokens: Callable[[], int] | None = None,
+) -> tuple[DecoderSpec, str]:
+    """Chooses attention and kernels of a decoder, and says which run it.
+
+    Args:
+        spec: The decoder, with its other options.
+        part: The part of the model that a device runs, for which they are chosen.
+        attention: The attention asked for, or `auto`.
+        implementation: The back end of the kernels, likewise.
+        block_tokens: Tokens of a block.
+        mean_tokens: Gives the mean length of samples, if the attention depends on it;
+            None: it is not known.
+
+    Raises:
+        ConfigError: No kernels or attention can run the model here.
+    """
+    options, dtype = spec.options, spec.options.dtype
+    chosen = choose_attention(attention, dtype, part)
+    wide = choose_wide_attention(attention, dtype, part)
+    options = dataclasses.replace(
+        options,
+        attention=chosen.name,
+        wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
+    )
+    # Otherwise, other data of the same shapes would be compiled for anew.
+    names = {chosen.name} | ({wide[1].name} if wide else set())
+    if mean_tokens and any(ATTENTIONS[name].depends_on_mean for name in names):
+        options = dataclasses.replace(options, mean_segment_tokens=mean_tokens())
+    on_device = dataclasses.replace(spec, config=part, options=options)
+    kernels = choose_kernels(implementation, on_device, block_tokens)
+    options = dataclasses.replace(options, implementation=kernels.name)
+    said = describe_choices(kernels, chosen, wide)
+    model = spec.config
+    for shape in set(filter(None, map(model.delta_shape, range(model.num_layers)))):
+        reason = triton_delta_unsupported(dtype, shape)
+        runs = "triton" if reason is None else f"xla; triton cannot run it: {reason}"
+        said += f"; gated delta rule: {runs}"
+    return dataclasses.replace(spec, options=options), said
 
 
 def describe_choices(

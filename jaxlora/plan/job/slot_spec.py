@@ -15,18 +15,10 @@ from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import chosen_experts, linear_names, linear_path
 from jaxlora.models.tensor_parallel import part_config
-from jaxlora.modules.attention import WideHeads
-from jaxlora.modules.attention_table import ATTENTIONS
 from jaxlora.modules.slot_shape import SlotShape, largest_rows
 from jaxlora.modules.trained_tensors import tensor_settings
-from jaxlora.modules.triton_gated_delta import triton_delta_unsupported
 from jaxlora.modules.variants.table import replaces_lora
-from jaxlora.plan.job.kernel_choice import (
-    choose_attention,
-    choose_kernels,
-    choose_wide_attention,
-    describe_choices,
-)
+from jaxlora.plan.job.kernel_choice import with_choices
 from jaxlora.plan.job.planned_model import PlannedModel
 from jaxlora.plan.job.prepared_job import PreparedJob
 
@@ -62,42 +54,35 @@ def decoder_spec(
     # Replicas run the same kernels; those of the smallest parts run them all.
     degrees = [config.mesh_sizes.tensor, *(one.tensor for one in config.replica_shapes)]
     part = part_config(model, max(degrees))
-    attention = choose_attention(config.attention, dtype, part)
-    wide = choose_wide_attention(config.attention, dtype, part)
+
+    def mean_tokens() -> int:
+        # Small replicas run the samples that fit there, which are shorter.
+        tokens = (one.tokens for one in config.replica_shapes)
+        most = min(tokens, default=max_tokens)
+        return min(_mean_tokens(job.train_data, most) for job in jobs)
+
     options = DecoderOptions(
         dtype=dtype,
         base_format=planned.base_format,
         remat=config.weakest_remat,
-        attention=attention.name,
-        wide_heads=None if wide is None else WideHeads(wide[0], wide[1].name),
         max_segment_tokens=min(longest, max_tokens),
         most_adapters=most if adapts_experts and most < slots.num_slots else None,
         objectives=tuple(sorted({job.settings.objective for job in jobs})),
     )
-    # Otherwise, other data of the same shapes would be compiled for anew.
-    names = {attention.name} | ({wide[1].name} if wide else set())
-    if any(ATTENTIONS[name].depends_on_mean for name in names):
-        # Small replicas run the samples that fit there, which are shorter.
-        tokens = (one.tokens for one in config.replica_shapes)
-        most = min(tokens, default=max_tokens)
-        mean = min(_mean_tokens(job.train_data, most) for job in jobs)
-        options = dataclasses.replace(options, mean_segment_tokens=mean)
     spec = DecoderSpec(
         config=model,
         options=options,
         slots=slots,
         adapted=tuple(sorted(adapted)),
     )
-    on_device = dataclasses.replace(spec, config=part)
-    kernels = choose_kernels(config.implementation, on_device, config.block_tokens)
-    options = dataclasses.replace(options, implementation=kernels.name)
-    spec = dataclasses.replace(spec, options=options)
-    said = describe_choices(kernels, attention, wide)
-    for shape in set(filter(None, map(model.delta_shape, range(model.num_layers)))):
-        reason = triton_delta_unsupported(dtype, shape)
-        runs = "triton" if reason is None else f"xla; triton cannot run it: {reason}"
-        said += f"; gated delta rule: {runs}"
-    return spec, said
+    return with_choices(
+        spec,
+        part,
+        attention=config.attention,
+        implementation=config.implementation,
+        block_tokens=config.block_tokens,
+        mean_tokens=mean_tokens,
+    )
 
 
 def needed(job: PreparedJob) -> SlotShape:

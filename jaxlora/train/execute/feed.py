@@ -45,7 +45,7 @@ class TickWork:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ReplicaRows:
-    """What a replica runs at once in a tick.
+    """The rows that a replica runs at once in a tick.
 
     Attributes:
         replica: Number of the replica; the first one is 0.

@@ -279,7 +279,7 @@ def test_linears_that_peft_would_take_for_experts_are_named_as_parameters(tmp_pa
         assert settings["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
         assert settings["target_parameters"][2:] == dense
         assert "1.mlp.gate_proj.lora_A" in names
-    # Of a model that peft does not convert, it takes names for what they are.
+    # peft takes names for what they are in a model that it does not convert.
     _, settings = written("qwen2_moe", tmp_path / "b")
     assert {"gate_proj", "up_proj", "down_proj"} <= {*settings["target_modules"]}
 
