@@ -28,8 +28,8 @@ from .modules.slot_shape import SlotShape
 from .objectives.base import Objective, ObjectiveSettings
 from .objectives.register import register_objective
 from .run.callback import Callback
-from .serve.datum import Datum
-from .serve.session import Session
+from .session.datum import Datum
+from .session.session import Session
 from .sweeps.control import Trainer
 from .sweeps.files import print_summary
 from .train.report.summary import JobResult, RunResult

@@ -66,7 +66,7 @@ def test_callbacks(clone):
     }
 
 
-@pytest.mark.grid  # `tests/jaxlora/serve` has such losses
+@pytest.mark.grid  # `tests/jaxlora/session` has such losses
 def test_own_loss(clone):
     losses = run_script("own_loss")["losses"]
     assert losses[-1] < losses[0] / 3

@@ -696,44 +696,44 @@ _PLANS = (
     ),
 )
 
-_SERVE = "tests/jaxlora/serve"
+_SESSION = "tests/jaxlora/session"
 
 _CALLS = (
     _mutant(
         "positions without weight have no log-probability",
         'is_read=lambda inputs: inputs["loss"] > 0,',
         "is_read=None,",
-        f"{_SERVE}/test_engine.py::test_log_probabilities_of_positions_without_weight",
+        f"{_SESSION}/test_engine.py::test_log_probabilities_of_positions_without_weight",
     ),
     _mutant(
         "negative weights have no gradient",
         '(inputs["loss"] > 0) & (inputs["weight"] != 0)',
         '(inputs["loss"] > 0) & (inputs["weight"] > 0)',
-        f"{_SERVE}/test_losses.py",
+        f"{_SESSION}/test_losses.py",
     ),
     _mutant(
         "what rows of other losses hold reaches the gradient",
         "given = (jnp.where(is_own, x, 0.0) for x in read)",
         "given = iter(read)",
-        f"{_SERVE}/test_losses.py",
+        f"{_SESSION}/test_losses.py",
     ),
     _mutant(
         "a clipped ratio has a gradient",
         "(jax.lax.stop_gradient(ratio) if xp is jnp else ratio)",
         "ratio",
-        f"{_SERVE}/test_losses.py",
+        f"{_SESSION}/test_losses.py",
     ),
     _mutant(
         "a step that was skipped counts",
         "one.num_steps = num_steps + is_finite",
         "one.num_steps = num_steps + 1",
-        f"{_SERVE}/test_engine.py::test_a_step_that_is_not_finite_is_skipped",
+        f"{_SESSION}/test_engine.py::test_a_step_that_is_not_finite_is_skipped",
     ),
     _mutant(
         "passes run before the step that comes before them",
         "isinstance(call, StepCall):\n                    break",
         "isinstance(call, StepCall):\n                    continue",
-        f"{_SERVE}/test_engine.py::test_calls_run_in_the_order_of_their_adapter",
+        f"{_SESSION}/test_engine.py::test_calls_run_in_the_order_of_their_adapter",
     ),
     _mutant(
         "the oldest sample waits while others fit",

@@ -25,8 +25,8 @@ from jaxlora.hf.load import FrozenModel
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.modules.trained_tensors import tensor_of
-from jaxlora.serve.datum import token_ids
-from jaxlora.serve.engine import Engine, OpenAdapter
+from jaxlora.session.datum import token_ids
+from jaxlora.session.engine import Engine, OpenAdapter
 
 # A text, or token ids.
 TokenPrompt = str | Sequence[int] | np.ndarray

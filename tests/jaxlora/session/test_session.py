@@ -13,12 +13,12 @@ import safetensors.numpy
 import jaxlora
 from jaxlora import Datum
 from jaxlora.errors import CheckpointError, ConfigError, DataError, JaxloraError
-from jaxlora.serve.datum import ChosenLoss
-from jaxlora.serve.session import Session
+from jaxlora.session.datum import ChosenLoss
+from jaxlora.session.session import Session
 from tests import tiny
-from tests.jaxlora.serve.conftest import SETTINGS
-from tests.jaxlora.serve.test_engine import RATE, assert_same, state
-from tests.jaxlora.serve.test_losses import datums
+from tests.jaxlora.session.conftest import SETTINGS
+from tests.jaxlora.session.test_engine import RATE, assert_same, state
+from tests.jaxlora.session.test_losses import datums
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 

@@ -9,9 +9,9 @@ import pytest
 
 from jaxlora import Datum
 from jaxlora.errors import ConfigError, DeviceError
-from jaxlora.serve.session import Session
-from tests.jaxlora.serve.conftest import LINEARS, SETTINGS, scaled
-from tests.jaxlora.serve.test_losses import (
+from jaxlora.session.session import Session
+from tests.jaxlora.session.conftest import LINEARS, SETTINGS, scaled
+from tests.jaxlora.session.test_losses import (
     count_microbatches,
     datums,
     gradients,

@@ -10,7 +10,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.models.stacks import to_paths
 from jaxlora.models.structure import linear_path
 from jaxlora.objectives.table import OBJECTIVES, find_objective
-from tests.jaxlora.serve.llama_float64 import logprobs
+from tests.jaxlora.session.llama_float64 import logprobs
 from tests.oracle import relative_error
 
 CONFIGS = {

@@ -25,8 +25,8 @@ from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.structure import linear_names, linear_path, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
-from jaxlora.serve.datum import ChosenLoss, Datum
-from jaxlora.serve.engine import (
+from jaxlora.session.datum import ChosenLoss, Datum
+from jaxlora.session.engine import (
     Call,
     Engine,
     OpenAdapter,
@@ -35,8 +35,8 @@ from jaxlora.serve.engine import (
     StepCall,
     StepResult,
 )
-from jaxlora.serve.sampler import Completion, Sampler, TokenPrompt, publish
-from jaxlora.serve.state_file import read_state, write_state
+from jaxlora.session.sampler import Completion, Sampler, TokenPrompt, publish
+from jaxlora.session.state_file import read_state, write_state
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxlora.hf.load import load_model
-from jaxlora.serve.session import Session
+from jaxlora.session.session import Session
 from tests import tiny
 
 SETTINGS = {"rank": 8, "slots": 5, "block_tokens": 16, "microbatch_tokens": (32, 96)}
