@@ -104,6 +104,7 @@ class PassCall:
         is_training: Whether it adds to the adapter's gradients.
         given: Metrics that take the place of those that are computed.
         waiting: Numbers of the datums that are not queued.
+        on_result: Called with the result as soon as it is there.
         logprobs: Log-probabilities so far, by number of the datum.
         result: The result; None: it is not there yet.
     """
@@ -111,6 +112,7 @@ class PassCall:
     samples: Sequence[TokenizedSample]
     is_training: bool
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    on_result: Callable[[PassResult], None] | None = None
     waiting: list[int] = dataclasses.field(init=False)
     logprobs: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     result: PassResult | None = None
@@ -129,6 +131,8 @@ class PassCall:
         tokens = sum(int(sample.is_target.sum()) for sample in self.samples)
         metrics = {"loss:sum": sum(losses), "tokens:sum": float(tokens)}
         self.result = PassResult(logprobs=every, metrics=metrics | dict(self.given))
+        if self.on_result is not None:
+            self.on_result(self.result)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -137,10 +141,12 @@ class StepCall:
 
     Attributes:
         params: Its settings.
+        on_result: Called with the result as soon as it is there.
         result: The result; None: it is not there yet.
     """
 
     params: AdamParams
+    on_result: Callable[[StepResult], None] | None = None
     result: StepResult | None = None
 
 
@@ -179,6 +185,7 @@ class Engine:
     Attributes:
         lock: The lock.
         model: The model, with all arrays of its format.
+        config: Its settings.
         spec: The decoder with its slots.
         table: The slots.
         adapters: The open adapters, by name.
@@ -197,7 +204,7 @@ class Engine:
                 match nothing.
         """
         self.spec = _decoder_spec(model, config)
-        self.model = with_derived(model, self.spec)
+        self.model, self.config = with_derived(model, self.spec), config
         layers = (0, self.spec.config.num_layers)
         stages = MeshStages(
             spec=self.spec, sizes=MeshSizes(), borders=layers, in_flight=1
@@ -472,6 +479,8 @@ class Engine:
                     "gradients are not finite",
                     one.name,
                 )
+            if call.on_result is not None:
+                call.on_result(call.result)
 
         self._note(settle)
 

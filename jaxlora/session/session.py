@@ -11,20 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.adapters.files.export_record import ExportRecord
-from jaxlora.adapters.files.peft_export import export_peft
-from jaxlora.adapters.files.peft_import import import_peft
-from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.common.job_name import BASE, check_job_name
-from jaxlora.config import DataConfig, LoraJob
 from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlora.errors import ConfigError, DataError, DeviceError, JaxloraError
+from jaxlora.errors import ConfigError, DataError, DeviceError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
-from jaxlora.models.base_format import kernel_of
-from jaxlora.models.structure import linear_names, linear_path, linear_shapes
-from jaxlora.plan.job.chosen_modules import choose_modules
 from jaxlora.session.datum import ChosenLoss, Datum
 from jaxlora.session.engine import (
     Call,
@@ -35,8 +27,14 @@ from jaxlora.session.engine import (
     StepCall,
     StepResult,
 )
+from jaxlora.session.operations import (
+    new_adapter,
+    open_saved,
+    pass_call,
+    save_folder,
+    save_state_file,
+)
 from jaxlora.session.sampler import Completion, Sampler, TokenPrompt, publish
-from jaxlora.session.state_file import read_state, write_state
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
 logger = logging.getLogger(__name__)
@@ -131,7 +129,7 @@ class Session:
         if not isinstance(model, FrozenModel):
             model = load_model(os.fspath(model))
         check_one_device(model, "a session")
-        self._config, self._engine = config, Engine(model, config)
+        self._engine = Engine(model, config)
 
     # ---- adapters --------------------------------------------------------------------
 
@@ -173,28 +171,16 @@ class Session:
             ConfigError: A setting cannot be used, the name is taken, or no slot is free
                 for such an adapter.
         """
-        job = LoraJob(
-            name=self._new_name(name),
-            data=DataConfig(path="-"),  # it comes with calls
-            rank=self._config.rank if rank is None else rank,
+        adapter = new_adapter(
+            self._engine,
+            self._new_name(name),
+            rank=rank,
             lora_alpha=lora_alpha,
             use_rslora=use_rslora,
-            target_modules=(
-                self._config.target_modules
-                if target_modules is None
-                else target_modules
-            ),
+            target_modules=target_modules,
             seed=seed,
         )
-        model = self._engine.model
-        modules = choose_modules(job, model.config).modules
-        kernels = {
-            module: kernel_of(
-                model.params, f"{linear_path(module)}.kernel", model.base_format
-            )
-            for module in modules
-        }
-        self._engine.open(name, fresh_adapter(job, modules, kernels, model.dtype))
+        self._engine.open(name, adapter)
 
     @_alone
     def load(self, name: str, path: str | os.PathLike) -> None:
@@ -211,14 +197,7 @@ class Session:
             JaxloraError: It cannot be read or does not fit the model, the name is
                 taken, or no slot is free for such an adapter.
         """
-        name, path, model = self._new_name(name), pathlib.Path(path), self._engine.model
-        if path.is_dir():
-            adapter = import_peft(path, linear_shapes(model.config))
-            adapter.check_base(model.config)
-            self._engine.open(name, adapter)
-            return
-        adapter, parked, num_steps = read_state(path, model.fingerprint)
-        self._engine.open(name, adapter, parked).num_steps = num_steps
+        open_saved(self._engine, self._new_name(name), path)
 
     @_alone
     def save(
@@ -234,17 +213,8 @@ class Session:
         Raises:
             JaxloraError: There is no such adapter, or the folder cannot be written.
         """
-        one, model = self._finished(name), self._engine.model
-        export_peft(
-            self._engine.table.begin_reading(one.slot, one.like)(),
-            pathlib.Path(folder),
-            base_model=model.source,
-            revision=model.revision,
-            linear_names=linear_names(model.config),
-            model_type=model.config.model_type,
-            overwrite=overwrite,
-            record=ExportRecord(job=name, step=one.num_steps),
-        )
+        one = self._finished(name)
+        save_folder(self._engine, one, pathlib.Path(folder), overwrite=overwrite)
 
     @_alone
     def save_state(self, name: str, path: str | os.PathLike) -> None:
@@ -266,8 +236,7 @@ class Session:
                 "adapter %s is saved without the gradients since its last optim_step",
                 name,
             )
-        parked, base = self._engine.table.copy(one.slot), self._engine.model.fingerprint
-        write_state(pathlib.Path(path), one.like, parked, one.num_steps, base)
+        save_state_file(self._engine, one, pathlib.Path(path))
 
     @_alone
     def remove(self, name: str) -> None:
@@ -468,31 +437,14 @@ class Session:
         is_training: bool,
         metrics: Mapping[str, float] | None = None,
     ) -> Pending[PassResult]:
-        samples = []
-        for number, datum in enumerate(_listed(data)):
-            try:
-                self._check(datum)
-                samples.append(loss.sample(datum))
-            except JaxloraError as error:
-                raise type(error)(f"datum {number}: {error}") from None
-        if not samples:
-            raise DataError("there are no datums. Give one or more.")
-        call = PassCall(samples=samples, is_training=is_training, given=metrics or {})
+        call = pass_call(
+            self._engine,
+            _listed(data),
+            loss,
+            is_training=is_training,
+            metrics=metrics,
+        )
         return self._submit(name, call)
-
-    def _check(self, datum: Datum) -> None:
-        if not isinstance(datum, Datum):
-            raise DataError(f"it is {datum!r:.60}. Give a jaxlora.Datum.")
-        most, size = self._engine.most_tokens, self._engine.model.config.vocab_size
-        if len(datum.tokens) > most:
-            raise DataError(
-                f"it has {len(datum.tokens)} positions, and there is room for {most}. "
-                "Shorten it, or set microbatch_tokens when the session is made, up to "
-                "the model's max_position_embeddings."
-            )
-        largest = max(datum.tokens.max(), datum.target_tokens.max())
-        if largest >= size:
-            raise DataError(f"it has token {largest}, and the model has {size} tokens.")
 
     def _submit(self, name: str, call: Call) -> Pending:
         is_read = isinstance(call, PassCall) and not call.is_training
