@@ -52,6 +52,8 @@ class Promise:
         model: The model.
         seq_id: Its number among the operations of the model, from 1.
         operation: The operation.
+        accepted: Is done as soon as the operation is on disk; until then no client may
+            be told that it was accepted.
         outcome: Holds `Done` or `Failed` as soon as it is there and durable.
     """
 
@@ -60,6 +62,7 @@ class Promise:
     model: str
     seq_id: int
     operation: Operation
+    accepted: Future[None] = dataclasses.field(default_factory=Future)
     outcome: Future[Outcome] = dataclasses.field(default_factory=Future)
 
 
@@ -138,6 +141,7 @@ class Hub:
             )
             self._promises[promise.request_id] = promise
             self._by_number[model, seq_id] = promise
+        promise.accepted.set_result(None)
         self._inbox.put(lambda: self._hold(promise))
         return promise
 
