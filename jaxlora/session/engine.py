@@ -298,6 +298,15 @@ class Engine:
         """Empties the slot of an adapter, whose calls are finished."""
         self.table.clear(self.adapters.pop(one.name).slot)
 
+    def begin_copy(self, one: OpenAdapter) -> Callable[[], ParkedSlot]:
+        """Queues a copy of the weights and moments of an adapter, after what is queued.
+
+        Returns:
+            A function that brings the copy to the host; any thread may call it, and
+            the adapter may be trained on before.
+        """
+        return self.table.begin_copy(one.slot)
+
     # ---- calls -----------------------------------------------------------------------
 
     def submit(self, one: OpenAdapter, call: Call) -> None:

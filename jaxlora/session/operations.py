@@ -5,7 +5,7 @@
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.export_record import ExportRecord
@@ -144,16 +144,29 @@ def save_folder(
     Raises:
         JaxloraError: The folder cannot be written.
     """
-    model = engine.model
-    export_peft(
-        engine.table.begin_reading(one.slot, one.like)(),
+    begin_folder(engine, one, overwrite=overwrite)(folder)
+
+
+def begin_folder(
+    engine: Engine, one: OpenAdapter, *, overwrite: bool = False
+) -> Callable[[pathlib.Path], None]:
+    """Queues a copy of an adapter, of which `save_folder` tells the rest.
+
+    Returns:
+        A function that writes the folder; any thread may call it, and the adapter may
+        be trained on before.
+    """
+    model, num_steps = engine.model, one.num_steps
+    copy = engine.table.begin_reading(one.slot, one.like)
+    return lambda folder: export_peft(
+        copy(),
         folder,
         base_model=model.source,
         revision=model.revision,
         linear_names=linear_names(model.config),
         model_type=model.config.model_type,
         overwrite=overwrite,
-        record=ExportRecord(job=one.name, step=one.num_steps),
+        record=ExportRecord(job=one.name, step=num_steps),
     )
 
 
@@ -163,5 +176,21 @@ def save_state_file(engine: Engine, one: OpenAdapter, path: pathlib.Path) -> Non
     Raises:
         StorageError: It cannot be written; an old file is unchanged.
     """
-    parked, base = engine.table.copy(one.slot), engine.model.fingerprint
-    write_state(path, one.like, parked, one.num_steps, base)
+    begin_state_file(engine, one)(path)
+
+
+def begin_state_file(
+    engine: Engine, one: OpenAdapter
+) -> Callable[[pathlib.Path], None]:
+    """Queues a copy of the state of an adapter, of which `save_state_file` tells more.
+
+    Returns:
+        A function that writes the file; any thread may call it, and the adapter may be
+        trained on before.
+    """
+    copy, base, num_steps = (
+        engine.begin_copy(one),
+        engine.model.fingerprint,
+        one.num_steps,
+    )
+    return lambda path: write_state(path, one.like, copy(), num_steps, base)
