@@ -1,7 +1,6 @@
 """The server: its parts, its routes, and its life."""
 
 import contextlib
-import dataclasses
 import logging
 import pathlib
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from jaxlora.serve.hub import Hub
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import Limits, OverQuota, OverStorage
 from jaxlora.serve.registry import NotFound, Registry, Taken
+from jaxlora.serve.server import Server
 from jaxlora.serve.storage import Storage
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
@@ -32,29 +32,6 @@ _STATUS: dict[type[JaxloraError], int] = {
     StorageError: 503,
     JaxloraError: 400,
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Server:
-    """The parts of a server, which its routes use.
-
-    Attributes:
-        config: Its settings.
-        database: Its database.
-        hub: Runs operations of models.
-        registry: What tenants have.
-        keys: Their keys.
-        storage: Files of checkpoints and uploads.
-        limits: Limits and quotas.
-    """
-
-    config: ServeConfig
-    database: Database
-    hub: Hub
-    registry: Registry
-    keys: Keys
-    storage: Storage
-    limits: Limits
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:

@@ -18,6 +18,7 @@ from jaxlora.serve.operation import (
     Outcome,
     Pass,
     Publish,
+    Refused,
     Save,
     Step,
     Unload,
@@ -107,6 +108,11 @@ class Hub:
         self._by_number: dict[tuple[str, int], Promise] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine")
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, of which other threads may read the model and the settings."""
+        return self._engine
 
     def start(self) -> None:
         """Starts the thread."""
@@ -212,6 +218,8 @@ class Hub:
                         save_folder(self._engine, one, path)
             case Publish():
                 raise ConfigError("this server does not sample yet.")
+            case Refused() as refused:
+                raise ConfigError(refused.message)
             case Unload():
                 self._engine.close(_opened(model))
                 model.adapter = None

@@ -107,7 +107,18 @@ class Unload:
     """Ends a model; its slot is free, and its checkpoints stay."""
 
 
-Operation = Create | Load | Pass | Step | Save | Publish | Unload
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Takes the number of a request that cannot be done, so that no gap is left.
+
+    Attributes:
+        message: What is wrong with it; its promise fails with this.
+    """
+
+    message: str
+
+
+Operation = Create | Load | Pass | Step | Save | Publish | Unload | Refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

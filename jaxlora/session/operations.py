@@ -46,7 +46,7 @@ def pass_call(
     samples = []
     for number, datum in enumerate(data):
         try:
-            _check(engine, datum)
+            check_datum(engine, datum)
             samples.append(loss.sample(datum))
         except JaxloraError as error:
             raise type(error)(f"datum {number}: {error}") from None
@@ -55,7 +55,12 @@ def pass_call(
     return PassCall(samples=samples, is_training=is_training, given=metrics or {})
 
 
-def _check(engine: Engine, datum: Datum) -> None:
+def check_datum(engine: Engine, datum: Datum) -> None:
+    """Checks that a model can read a datum.
+
+    Raises:
+        DataError: It is too long for a microbatch, or has tokens that the model lacks.
+    """
     if not isinstance(datum, Datum):
         raise DataError(f"it is {datum!r:.60}. Give a jaxlora.Datum.")
     most, size = engine.most_tokens, engine.model.config.vocab_size
