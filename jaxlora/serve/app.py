@@ -19,6 +19,7 @@ from jaxlora.serve.limits import Limits, OverQuota, OverStorage
 from jaxlora.serve.registry import NotFound, Registry, Taken
 from jaxlora.serve.server import Server
 from jaxlora.serve.storage import Storage
+from jaxlora.serve.tinker import api as tinker
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -88,6 +89,7 @@ def make_app(server: Server) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    app.include_router(tinker.router(server))
     app.add_exception_handler(JaxloraError, _answer)
     return app
 

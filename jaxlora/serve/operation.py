@@ -185,7 +185,7 @@ class Encoded:
 
 _KINDS: dict[str, pydantic.TypeAdapter[Any]] = {
     kind.__name__: pydantic.TypeAdapter(kind)
-    for kind in (Create, Load, Step, Save, Publish, Unload)
+    for kind in (Create, Load, Step, Save, Publish, Unload, Refused)
 }
 _ARRAYS = "tokens", "target_tokens", "weights", "logprobs", "advantages"
 _LENGTHS, _LOGPROBS = "lengths", "logprobs"

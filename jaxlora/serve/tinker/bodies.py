@@ -1,11 +1,12 @@
 """Bodies of requests: read up to a limit, decompressed, and made into operations.
 
-The JSON of small requests is checked by pydantic. Passes have large bodies, whose arrays
-go from protobuf's bytes or from JSON's lists straight to NumPy.
+The JSON of small requests is checked by pydantic. Passes have large bodies, whose
+arrays go from protobuf's bytes or from JSON's lists straight to NumPy.
 """
 
 import dataclasses
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -24,7 +25,7 @@ from jaxlora.serve.tinker import messages
 from jaxlora.session.datum import ChosenLoss, Datum
 
 PROTOBUF = "application/x-protobuf"
-# Clients count their requests in 32 bits, and samplers in blocks of 10^9 for each clone.
+# Clients count their requests in 32 bits, those of samplers in blocks of 10^9.
 LARGEST_INT = 2**31 - 1
 LARGEST_SEQ_ID = 2**62
 _SMALL_BODY = 2**20  # bytes of a body without training data or a prompt
@@ -319,11 +320,29 @@ async def read[T: Body](request: Request, kind: type[T], most: int = _SMALL_BODY
     Raises:
         HTTPException: It is too large, no JSON, or not what the route takes.
     """
-    body = await read_bytes(request, most)
+    return parsed(await read_bytes(request, most), kind)
+
+
+def parsed[T: Body](content: bytes, kind: type[T]) -> T:
+    """Returns the JSON body of a request from its bytes.
+
+    Raises:
+        HTTPException: It is no JSON, or not what the route takes.
+    """
     try:
-        return kind.model_validate_json(body or b"{}")
+        return kind.model_validate_json(content or b"{}")
     except pydantic.ValidationError as error:
         raise HTTPException(422, _sentence(error)) from None
+
+
+def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Returns metadata of a client with texts as values."""
+    if metadata is None:
+        return None
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in metadata.items()
+    }
 
 
 def _sentence(error: pydantic.ValidationError) -> str:
