@@ -16,6 +16,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.registry import Entry, NotFound, Taken
 from jaxlora.serve.server import Server
+from jaxlora.serve.storage import NotStored
 from jaxlora.serve.tinker.bodies import OfPath, SetTtl, read
 
 KINDS = {
@@ -144,7 +145,7 @@ def _size(server: Server, key: str) -> int | None:
     """Returns the bytes of what is by a key; None: nothing is."""
     try:
         return server.storage.size(key)
-    except ConfigError:
+    except NotStored:
         return None
 
 

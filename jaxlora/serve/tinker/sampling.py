@@ -21,7 +21,7 @@ from jaxlora.serve.registry import Entry, Taken
 from jaxlora.serve.server import Server
 from jaxlora.serve.tinker import bodies
 from jaxlora.serve.tinker.answers import failure, sample_answer
-from jaxlora.serve.tinker.bodies import read, read_bytes, tokens_of_json
+from jaxlora.serve.tinker.bodies import read, tokens_of_json
 from jaxlora.serve.tinker.checkpoints import readable
 from jaxlora.session.samples import SampleCall, SampleResult
 
@@ -79,7 +79,14 @@ class Samplers:
         self._ended: deque[tuple[float, str, tuple[str, int]]] = deque()
 
     def add(
-        self, tenant: str, session: str, number: int, *, path: str | None, **fields: Any
+        self,
+        tenant: str,
+        session: str,
+        number: int,
+        *,
+        path: str | None = None,
+        version: str | None = None,
+        key: str | None = None,
     ) -> str:
         """Makes the entry of a sampler, unless it is there; returns its id.
 
@@ -88,23 +95,26 @@ class Samplers:
             session: Its session, which the caller has checked.
             number: Its number among the samplers of the session.
             path: The path of its weights; None: they have none.
-            **fields: `version` is the name of its weights in the hub, by default the
-                id, and `key` that of their files in the storage, if there are any.
+            version: The name of its weights in the hub; None: the id.
+            key: Key of their files in the storage; None: they have none.
+
+        Raises:
+            ConfigError: There is one of this number, with other weights.
         """
         id = f"{session}:sample:{number}"
-        about = {"version": id, "key": None} | fields
-        base = self._server.config.served_name
+        version = id if version is None else version
         try:
             self._server.registry.add(
                 *("sampler", tenant, id),
                 parent=session,
-                base_model=base,
+                base_model=self._server.config.served_name,
                 path=path,
-                **about,
+                version=version,
+                key=key,
             )
         except Taken:
             old = self._server.registry.owned(tenant, "sampler", id).fields
-            if (old["path"], old["version"]) != (path, about["version"]):
+            if (old["path"], old["version"]) != (path, version):
                 raise ConfigError(
                     f"sampler {number} of session {session} is there already, with "
                     "other weights. Number samplers anew for each session."
@@ -127,7 +137,7 @@ class Samplers:
             )
         address = who.tenant, body.session_id, body.sampling_session_seq_id
         if body.model_path is None:
-            return self.add(*address, path=None, version=BASE)
+            return self.add(*address, version=BASE)
         entry = readable(server, who, body.model_path)
         if entry.id.split("/")[1] == "weights":
             raise ConfigError(
@@ -281,7 +291,6 @@ def _stops(
 def router(server: Server, samplers: Samplers) -> APIRouter:
     """Returns the routes."""
     api = APIRouter()
-    most = server.config.limits.body_bytes
 
     @api.post("/create_sampling_session")
     async def create_sampling_session(who: Taster, request: Request) -> Any:
@@ -300,7 +309,7 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
 
     @api.post("/asample")
     async def asample(who: Taster, request: Request) -> Any:
-        content = await read_bytes(request, most)
+        content = await request.body()
         body = bodies.parsed(content, bodies.Sample)
         sample = samplers.submit(who, content, body)
         ids = [f"{sample.request_id}:{i}" for i in range(sample.call.num_samples)]

@@ -36,7 +36,7 @@ from jaxlora.serve.registry import Entry, NotFound, Taken
 from jaxlora.serve.server import Server
 from jaxlora.serve.tinker import bodies
 from jaxlora.serve.tinker.answers import answer, waiting
-from jaxlora.serve.tinker.bodies import PROTOBUF, PassBody, read, read_bytes
+from jaxlora.serve.tinker.bodies import PROTOBUF, PassBody, read
 from jaxlora.serve.tinker.checkpoints import readable, reserve
 from jaxlora.serve.tinker.sampling import Samplers
 from jaxlora.session.operations import check_datum
@@ -302,9 +302,8 @@ class Models:
         """
         if body.path is None:
             assert model.parent is not None and body.sampling_session_seq_id is not None
-            sampler = samplers.add(
-                model.tenant, model.parent, body.sampling_session_seq_id, path=None
-            )
+            number = body.sampling_session_seq_id
+            sampler = samplers.add(model.tenant, model.parent, number)
             return Publish(sampler=sampler, checkpoint=None)
         key = reserve(
             *(self._server, model, "sampler_weights", body.path),
@@ -416,12 +415,11 @@ def unload(server: Server, model: Entry) -> Promise:
 
 
 def _add_passes(api: APIRouter, server: Server, models: Models) -> None:
-    most = server.config.limits.body_bytes
 
     async def submit(
         who: Principal, request: Request, name: str, *, may_be_protobuf: bool
     ) -> Any:
-        content = await read_bytes(request, most)
+        content = await request.body()
         kind = request.headers.get("content-type", "")
 
         def accept() -> Promise:
