@@ -89,8 +89,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(200, self.run_page.body, self.run_page.headers)
         elif url.path == _STATE:
             query = urllib.parse.parse_qs(url.query)
-            (after,) = query.get("after", ["0"])[:1]
-            view = self.run_files.view(int(after) if after.isdecimal() else 0)
+            after, epoch = (query.get(name, [""])[0] for name in ("after", "epoch"))
+            after = int(after) if after.isdecimal() else 0
+            view = self.run_files.view(after, epoch)
             headers = {"Content-Type": "application/json", "Cache-Control": "no-store"}
             self._send(200, view.json(), headers)
         else:
@@ -130,18 +131,20 @@ class RunFiles:
         self._samples: collections.deque[Sample]
         self._samples = collections.deque(maxlen=_MOST_SAMPLES)
 
-    def view(self, after: int) -> View:
+    def view(self, after: int = 0, epoch: str = "") -> View:
         """Returns what the page shows.
 
         Args:
             after: Cursor of the points that it has.
+            epoch: Where it has them from.
         """
         with self._lock:
             self._follow()
             saved, health = self._status()
             run = RunStatus(jobs=(), round=0, num_slots=0) if saved is None else saved
             jobs = in_display_order(run.jobs)
-            cursor, points = self._curves.after(after, {job.name for job in jobs})
+            names = {job.name for job in jobs}
+            cursor, points = self._curves.after(after, names, epoch)
             return View(
                 kind="run",
                 title=self._base,

@@ -23,6 +23,7 @@ _NEWEST = 64  # points of a curve that are never thinned
 _MARKS = re.compile(r"\{\{(\w+)\}\}")
 
 Kind = Literal["server", "run"]
+Level = Literal["good", "busy", "over", "bad"]
 
 
 class Point(NamedTuple):
@@ -52,7 +53,7 @@ class Health:
         text: A few words.
     """
 
-    level: Literal["good", "busy", "over", "bad"]
+    level: Level
     text: str
 
 
@@ -271,10 +272,18 @@ class Curves:
             return next((one for _, one in points if one.loss is not None), None)
 
     def after(
-        self, cursor: int, models: Container[str]
+        self, cursor: int, models: Container[str], epoch: str
     ) -> tuple[int, dict[str, list[Point]]]:
-        """Returns the cursor now, and the points of some models after another one."""
+        """Returns the cursor now, and the points of some models after another one.
+
+        Args:
+            cursor: The other one.
+            models: The models.
+            epoch: That of the curves that the other one is of.
+        """
         with self._lock:
+            if epoch != self.epoch:
+                cursor = 0
             found = {
                 model: new
                 for model, points in self._points.items()

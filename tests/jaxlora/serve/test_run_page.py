@@ -40,11 +40,11 @@ def write(folder, *events: dict, mode: str = "a", end: str = "\n") -> None:
 
 def test_it_shows_what_the_run_writes(tmp_path):
     files = RunFiles(tmp_path, "base")
-    before = files.view(0)
+    before = files.view()
     assert before.health.text == "preparing" and not before.models
     write_status(tmp_path / STATUS_FILE, status(step=1, last_loss=3.0))
     write(tmp_path, step(1, 3.0))
-    first = files.view(0)
+    first = files.view()
     assert first.health.text == "training" and first.figures.tokens_per_second == 50
     (row,) = first.models
     assert (row.state, row.step, row.loss, row.num_steps) == ("running", 1, 3.0, 10)
@@ -52,7 +52,7 @@ def test_it_shows_what_the_run_writes(tmp_path):
     window = {"event": "window", "time": 5.0, "tokens_per_second": 9.0, "fill": 0.5}
     write(tmp_path, step(2, 2.5), EVAL, window)
     write(tmp_path, {"event": "step"}, step(3, 2.0), end="")
-    second = files.view(first.cursor)
+    second = files.view(first.cursor, first.epoch)
     assert second.epoch == first.epoch
     assert second.points == {
         "one": [
@@ -63,7 +63,7 @@ def test_it_shows_what_the_run_writes(tmp_path):
     assert (second.models[0].step, second.models[0].loss) == (2, 2.5)
     assert [*second.rates] == [(5.0, 9.0, 0.5)] and second.figures.fill == 0.5
     write(tmp_path, mode="a")
-    assert [point.step for point in files.view(second.cursor).points["one"]] == [3]
+    assert [point.step for point in files.view(second.cursor, second.epoch).points["one"]] == [3]
 
 
 def test_a_log_that_is_written_anew_is_read_anew(tmp_path):
@@ -71,10 +71,10 @@ def test_a_log_that_is_written_anew_is_read_anew(tmp_path):
     write_status(tmp_path / STATUS_FILE, status(step=2))
     files = RunFiles(tmp_path, "base")
     write(tmp_path, step(1, 3.0), step(2, 2.0))
-    before = files.view(0)
+    before = files.view()
     write(tmp_path, step(1, 3.0), mode="w")
-    files.view(before.cursor)
-    after = files.view(0)
+    files.view(before.cursor, before.epoch)
+    after = files.view(before.cursor, before.epoch)
     assert after.epoch != before.epoch
     assert [point.step for point in after.points["one"]] == [1]
 
@@ -84,10 +84,10 @@ def test_what_an_earlier_process_left_is_not_training(tmp_path):
     write_status(path, status(step=2))
     values = json.loads(path.read_text()) | {"written": "2020-01-01T00:00:00+00:00"}
     path.write_text(json.dumps(values))
-    view = RunFiles(tmp_path, "base").view(0)
+    view = RunFiles(tmp_path, "base").view()
     assert view.health.text == "preparing" and view.models[0].state == "interrupted"
     path.write_text("{")
-    assert RunFiles(tmp_path, "base").view(0).health.level == "bad"
+    assert RunFiles(tmp_path, "base").view().health.level == "bad"
 
 
 @pytest.fixture(scope="module")

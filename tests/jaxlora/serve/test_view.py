@@ -24,14 +24,16 @@ def test_each_point_travels_once():
     curves = Curves()
     curves.add("a", Point(1, loss=3.0))
     curves.add("b", Point(1, loss=4.0))
-    cursor, found = curves.after(0, {"a", "b"})
+    cursor, found = curves.after(0, {"a", "b"}, curves.epoch)
     assert steps(found["a"]) == steps(found["b"]) == [1]
     curves.add("a", Point(2, loss=2.0))
     curves.add("a", Point(2, held_out=2.5))
-    assert curves.after(cursor, {"b"}) == (4, {})
-    cursor, found = curves.after(cursor, {"a", "b"})
+    assert curves.after(cursor, {"b"}, curves.epoch) == (4, {})
+    cursor, found = curves.after(cursor, {"a", "b"}, curves.epoch)
     assert found == {"a": [Point(2, loss=2.0), Point(2, held_out=2.5)]}
-    assert curves.after(cursor, {"a", "b"}) == (cursor, {})
+    assert curves.after(cursor, {"a", "b"}, curves.epoch) == (cursor, {})
+    _, every = curves.after(cursor, {"a", "b"}, "of another process")
+    assert steps(every["a"]) == [1, 2, 2]
     assert curves.last("a") == Point(2, loss=2.0) and curves.last("c") is None
 
 
@@ -42,7 +44,7 @@ def test_long_curves_are_thinned_evenly():
         curves.add("a", Point(step, loss=1 / step))
         if step % 100 == 0:
             curves.add("a", Point(step, held_out=1.0))
-    _, found = curves.after(0, {"a"})
+    _, found = curves.after(0, {"a"}, "")
     trained = steps(p for p in found["a"] if p.loss is not None)
     held_out = steps(p for p in found["a"] if p.loss is None)
     assert len(found["a"]) <= 256 and trained == sorted(trained)
@@ -57,7 +59,7 @@ def test_a_step_that_is_done_again_replaces_those_after_it():
     curves = Curves()
     for step in (1, 2, 3, 2):
         curves.add("a", Point(step, loss=float(step)))
-    assert steps(curves.after(0, {"a"})[1]["a"]) == [1, 2]
+    assert steps(curves.after(0, {"a"}, "")[1]["a"]) == [1, 2]
 
 
 def test_the_models_that_trained_last_have_curves():
