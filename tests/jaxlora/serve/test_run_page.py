@@ -63,7 +63,9 @@ def test_it_shows_what_the_run_writes(tmp_path):
     assert (second.models[0].step, second.models[0].loss) == (2, 2.5)
     assert [*second.rates] == [(5.0, 9.0, 0.5)] and second.figures.fill == 0.5
     write(tmp_path, mode="a")
-    assert [point.step for point in files.view(second.cursor, second.epoch).points["one"]] == [3]
+    assert [
+        point.step for point in files.view(second.cursor, second.epoch).points["one"]
+    ] == [3]
 
 
 def test_a_log_that_is_written_anew_is_read_anew(tmp_path):
