@@ -141,6 +141,16 @@ class Hub:
         self._inbox.put(lambda: self._hold(promise))
         return promise
 
+    @property
+    def engine(self) -> Engine:
+        """The engine. Others may read its model and its settings."""
+        return self._engine
+
+    def knows(self, model: str, seq_id: int) -> bool:
+        """Whether an operation of a model was accepted under a number."""
+        with self._lock:
+            return (model, seq_id) in self._by_number
+
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise."""
         with self._lock:

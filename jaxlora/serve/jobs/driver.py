@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,11 @@ from jaxlora.objectives.base import next_token_targets
 from jaxlora.run.events import EvalEvent, Event, StepEvent, losses_by_set
 from jaxlora.serve.hub import Hub, Promise
 from jaxlora.serve.jobs.batch_loss import BatchLoss, total
-from jaxlora.serve.jobs.record import Job
+from jaxlora.serve.jobs.record import Copy, Job
 from jaxlora.serve.limits import Limits
 from jaxlora.serve.operation import (
     Create,
+    Done,
     Failed,
     Load,
     Operation,
@@ -108,6 +110,7 @@ class Driver:
         state: JobState,
         around: Surroundings,
         note: Callable[[Event | None], None],
+        copied: Callable[[Copy], None],
     ):
         """Makes the object; `run` does the work.
 
@@ -116,8 +119,10 @@ class Driver:
             state: Its samples and settings, with paths that this machine has.
             around: What all drivers use.
             note: Takes events of the job, and None where only its progress changes.
+            copied: Is told of a copy that is there.
         """
-        self._job, self._state, self._around, self._note = job, state, around, note
+        self._job, self._state, self._around = job, state, around
+        self._note, self._copied = note, copied
         state.progress = job.progress
         state.runs_reference = False  # it would need both adapters in one pass
         self._in_flight: deque[_Batch] = deque()
@@ -168,7 +173,7 @@ class Driver:
             Optimizer steps after which a request that is made now takes effect.
         """
         job, hub = self._job, self._around.hub
-        while hub.knows(job.tenant, job.id, self._seq):
+        while hub.knows(job.id, self._seq):
             await asyncio.sleep(_POLL_SECONDS)
         return self._num_submitted
 
@@ -383,9 +388,7 @@ class Driver:
         if state.wants_eval() and state.lacks_eval():
             await self._evaluate()
         while copies := [copy for copy in job.copies if copy.at <= step]:
-            await self._do(Save(checkpoint=_copied(job, copies[0].job), kind="state"))
-            job.copies = tuple(copy for copy in job.copies if copy is not copies[0])
-            self._keep()
+            await self._copy(copies[0])
         state.end_if_due()
         if not state.progress.is_over and job.stop is not None and job.stop.at <= step:
             state.update(status="stopped", reason=job.stop.reason)
@@ -397,6 +400,19 @@ class Driver:
             self._keep(is_last=True)
             return True
         return False
+
+    async def _copy(self, copy: Copy) -> None:
+        """Writes the whole state of the job for a copy of it."""
+        job, storage = self._job, self._around.storage
+        await self._do(Save(checkpoint=job.file("copied", copy.job), kind="state"))
+        references = job.file("references", copy.job)
+        if self._state.references and not is_there(storage, references):
+            path = storage.fetch(job.file("references"))
+            with storage.writing(references) as new:
+                shutil.copyfile(path, new)
+        job.copies = tuple(one for one in job.copies if one is not copy)
+        self._keep()
+        self._copied(copy)
 
     async def _evaluate(self) -> None:
         """Evaluates the adapter on the held-out samples."""
@@ -462,11 +478,6 @@ class _Numbers:
         return self._hub.submit(self._tenant, self._model, self._seq, operation)
 
 
-def _copied(job: Job, other: str) -> str:
-    """Returns the key of the state that a copy of a job starts from."""
-    return f"{job.tenant}/jobs/{other}/copied"
-
-
 async def _log_likelihoods(
     passes: Sequence[tuple[BatchLoss, Promise]],
 ) -> np.ndarray:
@@ -491,6 +502,7 @@ async def _result(promise: Promise) -> Any:
     outcome = await awaited(promise.outcome)
     if isinstance(outcome, Failed):
         raise FailedOperation(outcome.message)
+    assert isinstance(outcome, Done)
     return outcome.result
 
 

@@ -67,14 +67,13 @@ class Job:
         batch_tokens: Mean number of tokens of a global batch.
         rank: Largest rank of its modules.
         num_modules: Number of linears that it adapts.
+        fingerprint: Hash of its training samples.
         progress: Its progress, which is that of the operations before `next_seq`.
         next_seq: Number of the first operation of its model that is not done.
         num_lines: Lines of its metrics.
         stop: The request to stop it; None: there is none.
         pause: The request to pause it; None: there is none.
         copies: Copies that are to be made.
-        parent: Id of the job of which it is a copy; None: it is none, or no longer
-            needs it.
         is_ready: Whether the copy that it starts from is there; true if it is none.
         adapter: Key of its exported adapter in the storage; None: there is none.
     """
@@ -87,13 +86,13 @@ class Job:
     batch_tokens: float
     rank: int
     num_modules: int
+    fingerprint: str
     progress: JobProgress = dataclasses.field(default_factory=JobProgress)
     next_seq: int = 1
     num_lines: int = 0
     stop: Asked | None = None
     pause: Asked | None = None
     copies: tuple[Copy, ...] = ()
-    parent: str | None = None
     is_ready: bool = True
     adapter: str | None = None
 
@@ -107,9 +106,14 @@ class Job:
         """Its tenant and its name, whose case does not count."""
         return self.tenant, self.name.lower()
 
-    def file(self, name: str) -> str:
-        """Returns the key in the storage of a file or folder of the job."""
-        return f"{self.tenant}/jobs/{self.id}/{name}"
+    def file(self, name: str, job: str | None = None) -> str:
+        """Returns the key in the storage of a file or folder.
+
+        Args:
+            name: Its name.
+            job: Id of the job, of the same tenant; None: this one.
+        """
+        return f"{self.tenant}/jobs/{job or self.id}/{name}"
 
     def update(self, **changes: Any) -> None:
         """Changes some fields of its progress."""

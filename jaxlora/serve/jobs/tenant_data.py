@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.config import DataConfig, LoraJob
@@ -103,7 +103,7 @@ class TenantData:
         self._registry.add("upload", tenant, _key(tenant, name), num_bytes=size)
         return self.find(tenant, name)
 
-    def uploads(self, tenant: str, limit: int, offset: int) -> list[Entry]:
+    def uploads(self, tenant: str, limit: int, offset: int) -> Sequence[Entry]:
         """Returns a tenant's uploads, the newest first."""
         return self._registry.list(tenant, "upload", limit=limit, offset=offset)
 
@@ -155,13 +155,6 @@ class TenantData:
             names[path] = name
             return path
 
-        if job.continue_from is not None:
-            raise ConfigError(
-                "continue_from names the folder of a run, which a server has not. "
-                "Set init_from to the name of a job, or clone one."
-            )
-        if job.clone_of is not None:
-            raise ConfigError("clone_of is not set by hand here: clone the other job.")
         changes: dict[str, Any] = {"data": _local_data(job.data, path_of)}
         if job.eval_data is not None:
             changes["eval_data"] = _local_data(job.eval_data, path_of)
