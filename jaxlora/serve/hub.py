@@ -262,6 +262,16 @@ class Hub:
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 
+    @property
+    def engine(self) -> Engine:
+        """The engine. Others may read its model and its settings."""
+        return self._engine
+
+    def knows(self, model: str, seq_id: int) -> bool:
+        """Whether an operation of a model was accepted under a number."""
+        with self._lock:
+            return (model, seq_id) in self._by_number
+
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.
 
