@@ -262,11 +262,6 @@ class Hub:
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 
-    @property
-    def engine(self) -> Engine:
-        """The engine. Others may read its model and its settings."""
-        return self._engine
-
     def knows(self, model: str, seq_id: int) -> bool:
         """Whether an operation of a model was accepted under a number."""
         with self._lock:

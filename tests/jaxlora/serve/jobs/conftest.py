@@ -76,7 +76,7 @@ def serve(tiny_model, model_folder, tmp_path):
         server = make_server(config, tiny_model)
         app = make_app(server)
         app.include_router(router(server))
-        return JobClient(app)
+        return JobClient(app, base_url="http://localhost")
 
     return serve
 
