@@ -29,6 +29,7 @@ from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
 from jaxlora.serve.server import Server
 from jaxlora.serve.storage import Links, Storage
+from jaxlora.serve.tinker import api as tinker
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -40,7 +41,7 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = ()
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router,)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -77,7 +78,7 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     return Server(
         config=config,
         database=database,
-        hub=Hub(Engine(model, config.session), storage),
+        hub=Hub(Engine(model, config.session), storage, database),
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,

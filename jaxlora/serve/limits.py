@@ -119,10 +119,14 @@ class Limits:
             OverQuota: It has as many as it may have.
         """
         most = self.quota(tenant).models
-        if most is not None and (has := self._registry.count(tenant, "model")) >= most:
+        if most is not None and (has := self._num_models(tenant)) >= most:
             raise OverQuota(
                 f"you have {has} models, and your quota is {most}. Unload one first."
             )
+
+    def _num_models(self, tenant: str) -> int:
+        models = self._registry.list(tenant, "model")
+        return sum(not model.fields.get("unloaded") for model in models)
 
     def check_storage(self, tenant: str, num_bytes: int = 0) -> None:
         """Checks that a tenant has room for more bytes.
