@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from jaxlora.common.console import complain
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
@@ -23,7 +24,8 @@ from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub
+from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
@@ -41,7 +43,7 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router,)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router, jobs.router)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -75,14 +77,22 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         )
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
+    limits = Limits(config, registry)
+    hub = Hub(
+        Engine(model, config.session),
+        storage,
+        database,
+        HubSettings(keep_seconds=config.retention.promise_seconds),
+        limits=limits,
+    )
     return Server(
         config=config,
         database=database,
-        hub=Hub(Engine(model, config.session), storage, database),
+        hub=hub,
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,
-        limits=Limits(config, registry),
+        limits=limits,
         links=Links(database.secret("links")),
     )
 
@@ -92,7 +102,11 @@ def make_app(server: Server) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.hub.start()
+        try:
+            await asyncio.to_thread(server.hub.start)
+        except JaxloraError as error:
+            app.state.failure = error
+            raise
         tending = asyncio.create_task(_tend(server))
         yield
         tending.cancel()
@@ -120,8 +134,12 @@ def _own_router(server: Server) -> APIRouter:
 
     @router.get("/healthz")
     async def health() -> Response:
-        """Whether the server takes requests."""
-        return JSONResponse({"status": "ok"})
+        """Whether the server takes requests, for whoever watches over it."""
+        status = server.hub.status()
+        is_well = status.health in ("running", "starting")
+        return JSONResponse(
+            {"status": "ok" if is_well else status.health}, 200 if is_well else 503
+        )
 
     @router.get("/download/{key:path}")
     def download(
@@ -224,9 +242,22 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
             ws="none",
             **tls,
         )
-        server = _Uvicorn(settings, on_start)
-        server.run(sockets=[bound])
-        return 0 if server.started else 1
+        uvicorn_server = _Uvicorn(settings, on_start)
+        died = app.state.server.hub.died
+        died.add_done_callback(lambda _: uvicorn_server.handle_exit(0, None))
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the guard logs
+        try:
+            uvicorn_server.run(sockets=[bound])
+        except SystemExit:
+            if (failure := getattr(app.state, "failure", None)) is not None:
+                raise failure from None
+            raise
+        if died.done():
+            complain(
+                "the engine cannot go on; start the server again. Nothing that it "
+                "has acknowledged is lost."
+            )
+        return int(died.done() or not uvicorn_server.started)
 
 
 def _bind(config: ServeConfig) -> socket.socket:

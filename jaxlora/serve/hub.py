@@ -31,6 +31,7 @@ from jaxlora.serve.ledger import (
     LoggedPiece,
     Part,
 )
+from jaxlora.serve.limits import Limits
 from jaxlora.serve.model import Model, Promise
 from jaxlora.serve.operation import (
     Create,
@@ -129,6 +130,7 @@ class Hub:
         database: Database,
         settings: HubSettings | None = None,
         *,
+        limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Makes a hub, which `start` starts.
@@ -138,6 +140,8 @@ class Hub:
             storage: Where checkpoints and snapshots are.
             database: Where the ledger is.
             settings: Settings; None: the defaults.
+            limits: Hold passes of tenants that have used their tokens a second; None:
+                nothing does.
             clock: Returns seconds, for gaps and snapshots.
 
         Raises:
@@ -146,7 +150,7 @@ class Hub:
         """
         self._engine, self._storage = engine, storage
         self._settings, self._clock = settings or HubSettings(), clock
-        self._ledger = Ledger(database)
+        self._limits, self._ledger = limits, Ledger(database)
         self.died: Future[Exception] = Future()
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
@@ -161,6 +165,7 @@ class Hub:
         self._meter = Meter(clock)
         # The rest is the thread's own.
         self._ready: set[str] = set()  # models whose next operation may begin
+        self._limited: set[str] = set()  # those whose tenants must wait for their rate
         self._calls: dict[Call, Promise] = {}
         self._next_number = 0  # of pieces of work
         self._needed: dict[int, set[str]] = {}  # models without a snapshot, by piece
@@ -282,10 +287,13 @@ class Hub:
                     found = self._promises.get(request_id) or self._recall(logged)
         return found if found is not None and found.tenant == tenant else None
 
-    def waiting(self) -> Waiting:
-        """Returns why promises without an outcome have none."""
-        is_well = self._health()[0] in ("running", "starting")
-        return Waiting(state="active" if is_well else "paused_capacity")
+    def waiting(self, tenant: str) -> Waiting:
+        """Returns why promises of a tenant that have no outcome have none."""
+        if self._health()[0] not in ("running", "starting"):
+            return Waiting(state="paused_capacity")
+        if self._limits is not None and not self._limits.may_run(tenant):
+            return Waiting(state="paused_rate_limit")
+        return Waiting(state="active")
 
     def status(self) -> HubStatus:
         """Returns the numbers of the hub."""
@@ -426,6 +434,8 @@ class Hub:
         """Does what is to be done from time to time."""
         now = self._clock()
         self._next_tick = now + _TICK_SECONDS
+        self._ready |= self._limited
+        self._limited.clear()
         for model in [*self._models.values()]:
             if not model.held or model.next_seq in model.held:
                 model.gap_since = None
@@ -455,9 +465,23 @@ class Hub:
         while self._ready:
             model = self._models[self._ready.pop()]
             while (promise := model.next_promise()) is not None:
+                if not self._has_tokens(promise):
+                    self._limited.add(model.id)
+                    break
                 has_started = True
                 self._begin(model, promise)
         return has_started
+
+    def _has_tokens(self, promise: Promise) -> bool:
+        """Takes the tokens of a pass from its tenant's rate, if there are enough."""
+        if self._limits is None or not isinstance(promise.operation, Pass):
+            return True
+        if promise.outcome.done() or not self._is_restored:
+            return True  # it is done again
+        if not self._limits.may_run(promise.tenant):
+            return False
+        self._limits.spend(promise.tenant, promise.size[1])
+        return True
 
     def _begin(self, model: Model, promise: Promise) -> None:
         """Begins the next operation of a model.
