@@ -910,6 +910,9 @@ class Hub:
             if model.running and not isinstance(promise.operation, Pass | Step):
                 self._engine.drain()
             self._begin(model, promise)
+            while model.is_blocked:
+                wait([*self._working])
+                self._take_messages()
         call = model.running.get(part.seq_id)
         if isinstance(call, PassCall) and part.number not in call.waiting:
             return None
