@@ -247,6 +247,26 @@ class Hub:
             )
         return found
 
+    def submit_last(self, tenant: str, model: str, operation: Operation) -> Promise:
+        """Accepts an operation that comes after all that were accepted before.
+
+        Args:
+            tenant: Whose the model is, which the caller has checked.
+            model: Id of the model.
+            operation: The operation.
+        """
+        while True:
+            with self._lock:
+                numbers = [seq_id for one, seq_id in self._by_number if one == model]
+            promise = self.submit(tenant, model, max(numbers, default=0) + 1, operation)
+            if promise.operation is operation:
+                return promise  # else another took the number at the same time
+
+    def knows(self, model: str, seq_id: int) -> bool:
+        """Whether an operation of a model was accepted under a number."""
+        with self._lock:
+            return (model, seq_id) in self._by_number
+
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.
 
@@ -474,9 +494,8 @@ class Hub:
         match promise.operation:
             case Create() as create:
                 self._close(model)
-                adapter = new_adapter(
-                    self._engine, model.id, **dataclasses.asdict(create)
-                )
+                name = model.id.replace(":", "-")  # that of a job, which is a folder's
+                adapter = new_adapter(self._engine, name, **dataclasses.asdict(create))
                 model.adapter = self._engine.open(model.id, adapter)
                 model.is_unloaded = False
             case Load() as load:

@@ -8,7 +8,7 @@ from jaxlora.serve.hub import Hub
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import Limits
 from jaxlora.serve.registry import Registry
-from jaxlora.serve.storage import Storage
+from jaxlora.serve.storage import Links, Storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,6 +23,7 @@ class Server:
         keys: Their keys.
         storage: Files of checkpoints and uploads.
         limits: Limits and quotas.
+        links: Signs links for downloads.
     """
 
     config: ServeConfig
@@ -32,3 +33,4 @@ class Server:
     keys: Keys
     storage: Storage
     limits: Limits
+    links: Links

@@ -294,6 +294,14 @@ class Engine:
         self.adapters[name] = OpenAdapter(name=name, slot=free[0], like=adapter)
         return self.adapters[name]
 
+    def check_fits(self, name: str, adapter: Adapter) -> None:
+        """Checks that the slots can hold an adapter.
+
+        Raises:
+            ConfigError: They cannot.
+        """
+        _check_fits(name, adapter, self.spec)
+
     def close(self, one: OpenAdapter) -> None:
         """Empties the slot of an adapter, whose calls are finished."""
         self.table.clear(self.adapters.pop(one.name).slot)

@@ -98,9 +98,9 @@ def answer(
 def _step_answer(result: StepResult) -> JSONResponse:
     if not result.is_finite:
         return failure(
-            "the losses or the gradient of this optimizer step were not finite numbers, "
-            "so it was skipped: the weights are as before, and the gradients are gone. "
-            "Lower the learning rate, or check the weights and advantages that you send.",
+            "the losses or the gradient of this optimizer step were not finite, so it "
+            "was skipped: the weights are as before, and the gradients are gone. Lower "
+            "the learning rate, or check the weights and advantages that you send.",
             "user",
         )
     metrics = {"step:max": float(result.step), "grad_norm:max": result.grad_norm}
@@ -161,7 +161,7 @@ def sample_answer(
         }
         for one in result.completions
     ]
-    content = {"type": "sample", "sequences": sequences}
+    content: dict[str, Any] = {"type": "sample", "sequences": sequences}
     if prompt is not None:
         content["prompt_logprobs"] = prompt
     if topk is not None:

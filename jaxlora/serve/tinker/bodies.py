@@ -1,11 +1,11 @@
-"""Bodies of requests: read up to a limit, decompressed, and made into operations.
+"""Bodies of requests, which are made into operations.
 
-The JSON of small requests is checked by pydantic. Passes have large bodies, whose arrays
-go from protobuf's bytes or from JSON's lists straight to NumPy.
+The JSON of small requests is checked by pydantic. Passes have large bodies, whose
+arrays go from protobuf's bytes or from JSON's lists straight to NumPy.
 """
 
 import dataclasses
-import io
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import pydantic
 import pydantic_core
-import zstandard
 from fastapi import HTTPException, Request
 from google.protobuf.message import DecodeError
 from pydantic import Field
@@ -24,7 +23,7 @@ from jaxlora.serve.tinker import messages
 from jaxlora.session.datum import ChosenLoss, Datum
 
 PROTOBUF = "application/x-protobuf"
-# Clients count their requests in 32 bits, and samplers in blocks of 10^9 for each clone.
+# Clients count their requests in 32 bits, those of samplers in blocks of 10^9.
 LARGEST_INT = 2**31 - 1
 LARGEST_SEQ_ID = 2**62
 _SMALL_BODY = 2**20  # bytes of a body without training data or a prompt
@@ -264,66 +263,40 @@ class SetTtl(Body):
     ttl_seconds: Ttl = None
 
 
-async def read_bytes(request: Request, most: int) -> bytes:
-    """Returns the body of a request, decompressed.
-
-    Args:
-        request: The request.
-        most: Largest number of bytes, of the body as it is sent and decompressed.
-
-    Raises:
-        HTTPException: It is larger, or compressed in a way that cannot be read.
-    """
-    too_large = HTTPException(
-        413,
-        f"the body of this request has more than {most} bytes, the limit of this "
-        "server. Send less at once.",
-    )
-    try:
-        declared = int(request.headers.get("content-length", "0"))
-    except ValueError:
-        raise HTTPException(400, "Content-Length is no number.") from None
-    if declared > most:
-        raise too_large
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", "zstd"):
-        raise HTTPException(
-            415,
-            f"Content-Encoding {encoding!r:.60} is unknown here. Send zstd or none.",
-        )
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise too_large
-        parts.append(part)
-    body = b"".join(parts)
-    if encoding == "identity":
-        return body
-    try:
-        # A frame may claim any size, so no more is decompressed than may be used.
-        reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
-            io.BytesIO(body), read_across_frames=True
-        )
-        body = reader.read(most + 1)
-    except zstandard.ZstdError as error:
-        raise HTTPException(400, f"the body is not valid zstd: {error}.") from None
-    if len(body) > most:
-        raise too_large
-    return body
-
-
-async def read[T: Body](request: Request, kind: type[T], most: int = _SMALL_BODY) -> T:
+async def read[T: Body](request: Request, kind: type[T]) -> T:
     """Returns the JSON body of a request.
 
     Raises:
         HTTPException: It is too large, no JSON, or not what the route takes.
     """
-    body = await read_bytes(request, most)
+    content = await request.body()
+    if len(content) > _SMALL_BODY:
+        raise HTTPException(
+            413, f"the body is larger than {_SMALL_BODY} bytes. Send less metadata."
+        )
+    return parsed(content, kind)
+
+
+def parsed[T: Body](content: bytes, kind: type[T]) -> T:
+    """Returns the JSON body of a request from its bytes.
+
+    Raises:
+        HTTPException: It is no JSON, or not what the route takes.
+    """
     try:
-        return kind.model_validate_json(body or b"{}")
+        return kind.model_validate_json(content or b"{}")
     except pydantic.ValidationError as error:
         raise HTTPException(422, _sentence(error)) from None
+
+
+def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Returns metadata of a client with texts as values."""
+    if metadata is None:
+        return None
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in metadata.items()
+    }
 
 
 def _sentence(error: pydantic.ValidationError) -> str:

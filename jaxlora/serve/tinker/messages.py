@@ -1,4 +1,4 @@
-"""Protobuf messages of the Tinker API: bodies of passes, and results of passes and samples.
+"""Protobuf messages of the Tinker API: passes, and results of passes and samples.
 
 The fields that this server reads and writes have the numbers and types of the client's
 own messages. Others, such as the origin of tokens, are skipped as protobuf skips any
