@@ -107,26 +107,34 @@ def new_adapter(
     return fresh_adapter(job, modules, kernels, model.dtype)
 
 
-def open_saved(engine: Engine, name: str, path: str | os.PathLike) -> OpenAdapter:
+def open_saved(
+    engine: Engine,
+    name: str,
+    path: str | os.PathLike,
+    *,
+    tenant: str = "",
+    weight: float = 1.0,
+) -> OpenAdapter:
     """Opens an adapter from a PEFT folder, or from the file of a whole state.
 
     Args:
         engine: The engine.
         name: The adapter's name.
         path: The folder or file.
+        tenant: See `Engine.open`, and for `weight`.
+        weight: The share of the tenant.
 
     Raises:
-        JaxloraError: It cannot be read or does not fit the model, or no slot is free
-            for such an adapter.
+        JaxloraError: It cannot be read or does not fit the model or the slots.
     """
     path, model = pathlib.Path(path), engine.model
     if path.is_dir():
         adapter = import_peft(path, linear_shapes(model.config))
         adapter.check_base(model.config)
-        return engine.open(name, adapter)
-    adapter, parked, num_steps = read_state(path, model.fingerprint)
-    one = engine.open(name, adapter, parked)
-    one.num_steps = num_steps
+        return engine.open(name, adapter, tenant=tenant, weight=weight)
+    saved = read_state(path, model.fingerprint)
+    one = engine.open(name, saved.adapter, saved.state, tenant=tenant, weight=weight)
+    one.num_steps = saved.num_steps
     return one
 
 
@@ -146,7 +154,7 @@ def save_folder(
     """
     model = engine.model
     export_peft(
-        engine.table.begin_reading(one.slot, one.like)(),
+        engine.weights(one),
         folder,
         base_model=model.source,
         revision=model.revision,
@@ -158,10 +166,10 @@ def save_folder(
 
 
 def save_state_file(engine: Engine, one: OpenAdapter, path: pathlib.Path) -> None:
-    """Writes the whole state of a finished adapter into a file.
+    """Writes the whole state of a finished adapter into a file, gradients included.
 
     Raises:
         StorageError: It cannot be written; an old file is unchanged.
     """
-    parked, base = engine.table.copy(one.slot), engine.model.fingerprint
-    write_state(path, one.like, parked, one.num_steps, base)
+    state, base = engine.state(one), engine.model.fingerprint
+    write_state(path, one.like, state, one.num_steps, base)
