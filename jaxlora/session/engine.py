@@ -17,7 +17,7 @@ import pathlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -160,6 +160,29 @@ class StepCall:
 Call = PassCall | StepCall
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A piece of work of the device: a microbatch or an optimizer step.
+
+    Attributes:
+        rows: Rows of the microbatch; 0: it is an optimizer step.
+        is_training: Whether it changes the state of adapters.
+        parts: For each datum, in the order of the rows, its call and its number there;
+            for an optimizer step, its call and 0.
+    """
+
+    rows: int
+    is_training: bool
+    parts: tuple[tuple[Call, int], ...]
+
+
+class _InFlight(NamedTuple):
+    """A piece of work that the device has, and the function that takes its results."""
+
+    piece: Piece
+    settle: Callable[[], None]
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class OpenAdapter(Resident):
     """An adapter that calls are for, or the base.
@@ -188,22 +211,16 @@ class Kind(enum.Enum):
     FORWARD = enum.auto()
     BASE = enum.auto()
 
+    @staticmethod
+    def of(one: OpenAdapter, call: PassCall) -> "Kind":
+        """Returns the kind of a call."""
+        if one.name == BASE:
+            return Kind.BASE
+        return Kind.TRAINING if call.is_training else Kind.FORWARD
+
 
 # A datum of a call: its adapter, the call, and its number there.
 Place = tuple[OpenAdapter, PassCall, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Queued:
-    """Work that the devices have.
-
-    Attributes:
-        settle: Waits for it, and takes its results.
-        is_pass: Whether it is a microbatch, and not an optimizer step.
-    """
-
-    settle: Callable[[], None]
-    is_pass: bool
 
 
 class Engine:
@@ -220,6 +237,8 @@ class Engine:
         adapters: The open adapters, by name.
         base: The base, which has forward passes only.
         queue: Decides which datums run next.
+        on_queued: Called with each piece of work that was given to the device.
+        on_settled: Called with each piece of work whose results are on the host.
     """
 
     def __init__(
@@ -274,8 +293,12 @@ class Engine:
             host_bytes=host_bytes,
             folder=folder,
         )
+        self._room: dict[str, Any] = {"host_bytes": host_bytes, "folder": folder}
         self.lock = threading.RLock()
-        self._in_flight: deque[_Queued] = deque()
+        self.on_queued: Callable[[Piece], None] = lambda piece: None
+        self.on_settled: Callable[[Piece], None] = lambda piece: None
+        self._in_flight: deque[_InFlight] = deque()
+        self._beginning: Piece | None = None  # it was not given to the device yet
         self._is_lost = False  # whether a program has taken the slots and left none
 
     @property
@@ -336,6 +359,18 @@ class Engine:
         self.adapters[name] = one
         return one
 
+    def check_fits(self, name: str, adapter: Adapter) -> None:
+        """Checks that the slots can hold an adapter.
+
+        Raises:
+            ConfigError: They cannot.
+        """
+        _check_fits(name, adapter, self.spec)
+
+    def anew(self) -> "Engine":
+        """Returns another engine of the same model and settings, without adapters."""
+        return Engine(self.model, self.config, **self._room)
+
     def close(self, one: OpenAdapter) -> None:
         """Closes an adapter, whose calls are finished."""
         del self.adapters[one.name]
@@ -348,13 +383,14 @@ class Engine:
         """
         return self._bring([one])[0]
 
-    def weights(self, one: OpenAdapter) -> Adapter:
-        """Returns a finished adapter with its weights, wherever it is."""
-        return self._residence.weights(one)
+    def begin_reading(self, one: OpenAdapter) -> Callable[[], Adapter]:
+        """Queues a copy of the weights of an adapter, after what is queued.
 
-    def state(self, one: OpenAdapter) -> WholeState:
-        """Returns a copy of the state of a finished adapter, wherever it is."""
-        return self._residence.state(one)
+        Returns:
+            A function that brings the copy to the host; any thread may call it, and
+            the adapter may be trained on before.
+        """
+        return self._residence.begin_reading(one)
 
     def _bring(self, some: Sequence[OpenAdapter]) -> list[int]:
         """Brings adapters into slots, and returns these."""
@@ -370,6 +406,10 @@ class Engine:
         except BaseException:
             self._is_still(self.table.state)
             raise
+
+    def begin_copy(self, one: OpenAdapter) -> Callable[[], WholeState]:
+        """Queues a copy of all that an adapter goes on with; see `begin_reading`."""
+        return self._residence.begin_copy(one)
 
     # ---- calls -----------------------------------------------------------------------
 
@@ -388,9 +428,68 @@ class Engine:
         self._check_is_whole()
         while one.calls:
             self.advance()
+        self.drain()
+
+    def drain(self) -> None:
+        """Waits for the results of all that the device has.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
         with _device_errors():
             while self._in_flight:
                 self._settle()
+
+    @property
+    def unsettled(self) -> list[Piece]:
+        """The pieces of work without results: after an error, the cause is in them."""
+        begun = [] if self._beginning is None else [self._beginning]
+        return [one.piece for one in self._in_flight] + begun
+
+    # ---- work in a given order -------------------------------------------------------
+
+    def run_layout(
+        self,
+        rows: int,
+        places: Sequence[Place | tuple[str, int]],
+    ) -> None:
+        """Queues a microbatch whose datums lie as in an earlier one.
+
+        Each adapter gets the gradients, in bits, that it has got from a microbatch of
+        this program in which its datums were in the same rows.
+
+        Args:
+            rows: Rows of the microbatch, which are one of the sizes.
+            places: For each datum, in the order of the rows, its adapter, its call and
+                its number among the waiting ones there; or, for rows that stay empty,
+                the name of an adapter and the number of tokens.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        self._check_is_whole()
+        with _device_errors():
+            self._queue_rows(places, rows)
+
+    def run_step(self, one: OpenAdapter) -> None:
+        """Queues the optimizer step that is the next call of an adapter.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        self._check_is_whole()
+        with _device_errors():
+            self._queue_step(one, next(iter(one.calls)))
+
+    def size_for(self, num_tokens: int) -> int:
+        """Returns the smallest size of microbatches that holds so many tokens."""
+        padded = self._limits.padded(num_tokens)
+        return next(size for size in self.sizes if size >= padded)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes of microbatches, in ascending order."""
+        return sorted(self.config.microbatch_tokens)
 
     def advance(self) -> bool:
         """Does the next piece of work: queues a step or a microbatch, or waits for one.
@@ -444,10 +543,8 @@ class Engine:
             for call in one.calls.values():
                 if isinstance(call, StepCall):
                     break
-                kind = Kind.TRAINING if call.is_training else Kind.FORWARD
-                kind = Kind.BASE if one is self.base else kind
                 own = ((one, call, number) for number in call.waiting)
-                found.setdefault(kind, []).extend(own)
+                found.setdefault(Kind.of(one, call), []).extend(own)
             for kind, own in found.items():
                 samples = [
                     Sample(
@@ -483,29 +580,46 @@ class Engine:
         """
         turn = self.queue.next(waiting)
         chosen = [places[sample.index] for sample in turn.microbatch]
-        some = list(dict.fromkeys(one for one, _, _ in chosen))
-        slots = [] if turn.kind is Kind.BASE else self._bring(some)
-        assert self.spec.slots is not None
-        taken = self._programs.taken(slots, self.spec.slots.num_slots)
+        self._queue_rows(chosen, turn.rows)
+
+    def _queue_rows(self, places: Sequence[Place | tuple[str, int]], rows: int) -> None:
+        """Queues a microbatch; arguments as for `run_layout`."""
+        samples: list[Sample] = []
+        own: list[Place] = []
         # Rows know their slot by its place among those that are taken.
-        owners = {one: i for i, one in enumerate(some)}
-        every = [call.samples[number] for _, call, number in chosen]
-        microbatch = tuple(
-            dataclasses.replace(sample, owner=owners[one], index=index)
-            for index, (sample, (one, _, _)) in enumerate(
-                zip(turn.microbatch, chosen, strict=True)
+        owners: dict[OpenAdapter | str, int] = {}
+        for place in places:
+            index, owner = len(own), place[0]
+            if len(place) == 3:
+                num_tokens = len(place[1].samples[place[2]].token_ids)
+                own.append(place)
+            else:
+                num_tokens = place[1]
+            number = owners.setdefault(owner, len(owners))
+            samples.append(
+                Sample(owner=number, batch=0, index=index, num_tokens=num_tokens)
             )
-        )
+        some = list(dict.fromkeys(one for one, _, _ in own))
+        every = [call.samples[number] for _, call, number in own]
         batches = {
-            i: JobBatch(slot=i, step=0, samples=every, weight=1.0, objective=DATUM)
-            for i in owners.values()
+            owners[one]: JobBatch(
+                slot=owners[one], step=0, samples=every, weight=1.0, objective=DATUM
+            )
+            for one in some
         }
-        run = functools.partial(self._run, Kind(turn.kind), taken)
+        kind = Kind.of(*own[0][:2])
+        slots: dict[OpenAdapter | str, int] = {}
+        if kind is not Kind.BASE:
+            slots |= zip(some, self._bring(some), strict=True)
+        taken = self._programs.taken(
+            [slots.get(one) for one in owners], self.config.slots
+        )
+        run = functools.partial(self._run, kind, taken)
         lengths = lambda sample: (sample.num_tokens,)
         try:
-            for (part,) in self._packer.split((microbatch,), lengths, turn.rows):
-                own = [chosen[sample.index] for sample in part]
-                self._queue_microbatch(run, part, own, batches, turn.rows)
+            for (part,) in self._packer.split((tuple(samples),), lengths, rows):
+                mine = [own[s.index] for s in part if s.owner in batches]
+                self._queue_microbatch(run, part, mine, batches, rows)
         finally:
             for one in some:
                 for number in [n for n, c in one.calls.items() if _is_queued(c)]:
@@ -538,13 +652,19 @@ class Engine:
 
         Args:
             run: Queues its passes.
-            microbatch: Its samples.
-            places: The place of each.
+            microbatch: Its samples, and those whose rows stay empty.
+            places: For each of its samples, its adapter, its call, and its number
+                there.
             batches: The datums, by the place of their slot among those that are taken.
             rows: Rows of the microbatch.
         """
         packed = self._packer.pack((microbatch,), batches, rows)
         uploaded = self._packer.upload(packed)[0]
+        self._beginning = Piece(
+            rows=rows,
+            is_training=places[0][1].is_training,
+            parts=tuple((call, number) for _, call, number in places),
+        )
         before = self.table.state
         try:
             for _, call, number in places:
@@ -559,7 +679,8 @@ class Engine:
             raise
         for one, call, _ in places:
             one.has_gradients |= call.is_training
-        ends = np.cumsum([sample.num_tokens for sample in microbatch])[:-1]
+        lengths = [len(call.samples[number].token_ids) for _, call, number in places]
+        ends = np.cumsum(lengths)[:-1]
         is_row = packed.segment_ids >= 0
 
         def settle() -> None:
@@ -569,7 +690,7 @@ class Engine:
             ):
                 call.receive(number, own)
 
-        self._note(settle, is_pass=True)
+        self._note(settle)
 
     def _is_still(self, state: AdapterState) -> bool:
         """Whether the slots are as they were, so that what broke off can be repeated.
@@ -589,6 +710,7 @@ class Engine:
         slot = np.int32(self._bring([one])[0])
         inputs = _optimizer_inputs(call.params, one.num_steps)
         before, num_steps = table.state, one.num_steps
+        self._beginning = Piece(rows=0, is_training=True, parts=((call, 0),))
         try:
             given = before, slot, inputs, table.settings["rank"]
             table.state, result = self._programs.step(*given)
@@ -614,25 +736,31 @@ class Engine:
             if call.on_result is not None:
                 call.on_result(call.result)
 
-        self._note(settle, is_pass=False)
+        self._note(settle)
 
-    def _note(self, settle: Callable[[], None], *, is_pass: bool) -> None:
-        """Notes work that was queued, and waits until there is not too much of it.
+    def _note(self, settle: Callable[[], None]) -> None:
+        """Notes that the device has the piece of work that was begun last.
 
-        Steps that follow the last microbatch that has ended are waited for, too, as
-        they take little time and their adapters can go on.
+        It waits until the device has not too much work. Steps that follow the last
+        microbatch that has ended are waited for, too, as they take little time and
+        their adapters can go on.
         """
+        assert self._beginning is not None
+        piece, self._beginning = self._beginning, None
         flight = self._in_flight
-        flight.append(_Queued(settle, is_pass))
-        while is_pass and sum(one.is_pass for one in flight) > _MOST_QUEUED:
+        flight.append(_InFlight(piece, settle))
+        self.on_queued(piece)
+        while piece.rows and sum(one.piece.rows > 0 for one in flight) > _MOST_QUEUED:
             self._settle()
-            while not flight[0].is_pass:
+            while not flight[0].piece.rows:
                 self._settle()
 
     def _settle(self) -> None:
         """Waits for the oldest piece of work that is queued, and takes its results."""
-        self._in_flight[0].settle()  # it stays if it is interrupted while it waits
+        oldest = self._in_flight[0]
+        oldest.settle()  # it stays if it is interrupted while it waits
         self._in_flight.popleft()
+        self.on_settled(oldest.piece)
 
 
 @contextlib.contextmanager

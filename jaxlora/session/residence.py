@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import pathlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -222,31 +222,45 @@ class Residence:
 
     # ---- reading ---------------------------------------------------------------------
 
-    def weights(self, one: Resident) -> Adapter:
-        """Returns the adapter with its weights, wherever it is."""
-        if one.slot is not None:
-            return self._table.begin_reading(one.slot, one.like)()
-        if isinstance(one.away, Adapter):
-            return one.away
-        if isinstance(one.away, WholeState):
-            return one.away.parked.adapter(one.like)
-        flat = {PARAMS: self._rows(one).on_host()[PARAMS]}
-        own = self._table.unpad(flat, one.like)[PARAMS]
-        return adapter_from_rows(own, one.like)
+    def begin_reading(self, one: Resident) -> Callable[[], Adapter]:
+        """Queues a copy of the weights of an adapter, wherever it is.
 
-    def state(self, one: Resident) -> WholeState:
-        """Returns a copy of the state of an adapter, wherever it is."""
-        if isinstance(one.away, WholeState):
-            return one.away
-        if isinstance(one.away, Adapter):
-            return WholeState(parked=_fresh(one.away))
-        rows = self._lift(one) if one.slot is not None else self._rows(one)
-        kinds = self._table.unpad(rows.on_host(), one.like)
-        tensors, gradients = kinds.pop(PENDING, None), None
-        if tensors is not None:
-            is_finite = bool(np.asarray(rows.is_finite))
-            gradients = Gradients(tensors=tensors, is_finite=is_finite)
-        return WholeState(parked=ParkedSlot.of(kinds), gradients=gradients)
+        Returns:
+            A function that brings the copy to the host. Any thread may call it.
+        """
+        like, away = one.like, one.away
+        if one.slot is not None:
+            return self._table.begin_reading(one.slot, like)
+        if isinstance(away, Adapter):
+            return lambda: away
+        if isinstance(away, WholeState):
+            return lambda: away.parked.adapter(like)
+        rows = self._rows(one)
+
+        def read() -> Adapter:
+            flat = {PARAMS: rows.on_host()[PARAMS]}
+            return adapter_from_rows(self._table.unpad(flat, like)[PARAMS], like)
+
+        return read
+
+    def begin_copy(self, one: Resident) -> Callable[[], WholeState]:
+        """Queues a copy of all of an adapter; see `begin_reading`."""
+        like, away = one.like, one.away
+        if isinstance(away, WholeState):
+            return lambda: away
+        if isinstance(away, Adapter):
+            return lambda: WholeState(parked=_fresh(away))
+        rows = self._rows(one) if one.slot is None else self._lift(one)
+
+        def read() -> WholeState:
+            kinds = self._table.unpad(rows.on_host(), like)
+            tensors, gradients = kinds.pop(PENDING, None), None
+            if tensors is not None:
+                is_finite = bool(np.asarray(rows.is_finite))
+                gradients = Gradients(tensors=tensors, is_finite=is_finite)
+            return WholeState(parked=ParkedSlot.of(kinds), gradients=gradients)
+
+        return read
 
     # ---- moving ----------------------------------------------------------------------
 

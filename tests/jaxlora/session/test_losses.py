@@ -108,7 +108,7 @@ def test_losses_and_gradients_are_those_of_float64(opened, monkeypatch):
     results = {name: pending.result() for name, pending in results.items()}
     assert called == [96]
     for name, chosen in data.items():
-        like = session._engine.weights(session._engine.adapters[name])
+        like = session._engine.begin_reading(session._engine.adapters[name])()
         lora = {
             n: (padded(w.a, (len(w.a), 8)), padded(w.b, (8, w.b.shape[1])))
             for n, w in like.modules.items()
