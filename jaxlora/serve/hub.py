@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.errors import ConfigError, DeviceError, JaxloraError, StorageError
 from jaxlora.serve.database import Database
 from jaxlora.serve.ledger import (
@@ -67,6 +66,7 @@ from jaxlora.session.operations import (
     open_saved,
     pass_call,
 )
+from jaxlora.session.residence import WholeState
 from jaxlora.session.state_file import write_state
 
 logger = logging.getLogger(__name__)
@@ -496,7 +496,9 @@ class Hub:
                 self._close(model)
                 name = model.id.replace(":", "-")  # that of a job, which is a folder's
                 adapter = new_adapter(self._engine, name, **dataclasses.asdict(create))
-                model.adapter = self._engine.open(model.id, adapter)
+                model.adapter = self._engine.open(
+                    model.id, adapter, tenant=model.tenant
+                )
                 model.is_unloaded = False
             case Load() as load:
                 self._fetch(model, promise, load)
@@ -688,7 +690,11 @@ class Hub:
     ) -> None:
         self._close(model)
         one = model.adapter = open_saved(
-            self._engine, model.id, path, with_optimizer=load.with_optimizer
+            self._engine,
+            model.id,
+            path,
+            with_optimizer=load.with_optimizer,
+            tenant=model.tenant,
         )
         steps = model.steps = one.num_steps
         model.is_unloaded = False
@@ -806,7 +812,7 @@ class Hub:
         model: Model,
         seq_id: int,
         one: OpenAdapter,
-        copy: Callable[[], ParkedSlot],
+        copy: Callable[[], WholeState],
         steps: int,
     ) -> str:
         """Writes a snapshot; returns its key. Any thread may call this."""
@@ -878,7 +884,7 @@ class Hub:
                 continue
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path)
+                model.adapter = open_saved(engine, model.id, path, tenant=model.tenant)
             except DeviceError:
                 raise
             except JaxloraError as error:
@@ -929,6 +935,9 @@ class Hub:
             if model.running and not isinstance(promise.operation, Pass | Step):
                 self._engine.drain()
             self._begin(model, promise)
+            while model.is_blocked:
+                wait([*self._working])
+                self._take_messages()
         call = model.running.get(part.seq_id)
         if isinstance(call, PassCall) and part.number not in call.waiting:
             return None
@@ -986,7 +995,7 @@ class Hub:
         wait([*self._working])
         self._take_late_messages()
         try:
-            self._engine = Engine(self._engine.model, self._engine.config)
+            self._engine = self._engine.anew()
         except Exception as again:
             return self._die(again)
         return True

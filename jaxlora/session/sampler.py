@@ -207,11 +207,12 @@ def publish(
     spec = _sampling_spec(engine.spec)
     settings = SettingsTable(spec)
     settings.set({_COPY: one.like})
-    slot = NO_ADAPTER if one is engine.base else _COPY
+    is_base = one is engine.base
+    slot, number = (NO_ADAPTER, 0) if is_base else (_COPY, engine.bring(one))
     stage = LoadedStage(
         spec=spec,
         base=engine.model.params,
-        adapters=_copier(engine.spec)(engine.table.weights, np.int32(one.slot)),
+        adapters=_copier(engine.spec)(engine.table.weights, np.int32(number)),
         settings=settings.settings,
     )
     decoder = LoadedDecoder(stages=(stage,))
