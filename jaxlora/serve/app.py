@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from jaxlora.config.serve_config import ServeConfig
-from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
@@ -207,7 +207,11 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
                 "ssl_keyfile": config.tls.key,
             }
             _check_tls(config.tls.certificate, config.tls.key)
-        stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        try:
+            stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        except CheckpointError as error:
+            owner = str(error).partition(" Two runs cannot share")[0]
+            raise ConfigError(f"{owner} Stop that, or set another folder.") from None
         app = make_app(make_server(config))
         settings = uvicorn.Config(
             app,
@@ -232,8 +236,12 @@ def _bind(config: ServeConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
         bound = socket.socket(family)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"the server cannot listen on port {config.port} of {config.host}: "
