@@ -165,6 +165,9 @@ class ServeConfig(BaseSettings):
         cache_bytes: Bytes of files of a remote storage that are kept in `folder`.
         train_unembed: What to do if a client asks to train the output layer, which
             adapters here leave alone: refuse, or ignore it and say so in the answer.
+        datasets: Data that jobs of all tenants may name: a path or a hub id by name.
+        running_jobs: Jobs that run at the same time; others wait. By default as many as
+            the session has slots.
         quotas: Quotas by tenant; `default` has those of all others.
         limits: Most that one request may hold.
         retention: How long the server keeps what nobody asks for.
@@ -193,6 +196,8 @@ class ServeConfig(BaseSettings):
     storage_options: dict[str, str | int | float | bool] = {}
     cache_bytes: PositiveInt = 20 * 2**30
     train_unembed: Literal["refuse", "ignore"] = "refuse"
+    datasets: dict[str, InputPath] = {}
+    running_jobs: PositiveInt | None = None
     quotas: dict[str, Quota] = {}
     limits: RequestLimits = RequestLimits()
     retention: Retention = Retention()

@@ -78,7 +78,7 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     return Server(
         config=config,
         database=database,
-        hub=Hub(Engine(model, config.session), storage),
+        hub=Hub(Engine(model, config.session), storage, database),
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,

@@ -74,6 +74,7 @@ _OWNERS = sa.Table(
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("token", sa.String(32), nullable=False),
 )
+EVERYTHING = 2**62  # above all numbers of operations
 _MOST_AT_ONCE = 500  # entries of a transaction
 _MOST_BYTES_AT_ONCE = 64 * 2**20
 _RETRY_SECONDS = 0.05, 2.0  # between attempts to write, the first and the longest
@@ -302,12 +303,9 @@ class Ledger:
         deletion = [(done, rows)] if rows else []
         return self._put((upsert, {}), (covered, {}), *deletion)
 
-    def forget(self, before: float) -> Future[None]:
-        """Hands in that covered operations which finished earlier are not kept.
-
-        Args:
-            before: A time in Unix seconds.
-        """
+    def forget(self, keep_seconds: float) -> Future[None]:
+        """Hands in that covered operations are not kept which ended earlier than so."""
+        before = self._clock() - keep_seconds
         covered = (
             sa.select(_MODELS.c.id)
             .where(_MODELS.c.id == _OPERATIONS.c.model)
@@ -320,9 +318,13 @@ class Ledger:
         )
         return self._put((old, {}))
 
-    def flush(self) -> None:
-        """Waits until all that was handed in is on disk."""
-        self._put().result()
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until all that was handed in is on disk.
+
+        Raises:
+            TimeoutError: That is not so after `timeout` seconds.
+        """
+        self._put().result(timeout)
 
     def _new(self, table: sa.Table) -> sa.Executable:
         # A transaction may be on disk although the connection broke before the server
@@ -423,7 +425,7 @@ class Ledger:
         )
         with self._database.reading() as connection:
             models = connection.execute(sa.select(_MODELS).order_by(_MODELS.c.id))
-            found = tuple(LoggedModel(**row) for row in models.mappings())
+            found = tuple(map(_logged_model, models))
             operations = connection.execute(uncovered)
             logged = tuple(map(_logged, operations))
             pieces = connection.execute(sa.select(_PIECES).order_by(_PIECES.c.number))
@@ -494,6 +496,10 @@ def _taken(name: str) -> ConfigError:
 def _of(model: str, seq_id: int) -> sa.Update:
     c = _OPERATIONS.c
     return sa.update(_OPERATIONS).where(c.model == model, c.seq_id == seq_id)
+
+
+def _logged_model(row: Any) -> LoggedModel:
+    return LoggedModel(**row._mapping)
 
 
 def _logged(row: Any) -> Logged:

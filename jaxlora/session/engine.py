@@ -294,6 +294,14 @@ class Engine:
         self.adapters[name] = OpenAdapter(name=name, slot=free[0], like=adapter)
         return self.adapters[name]
 
+    def check_fits(self, name: str, adapter: Adapter) -> None:
+        """Checks that the slots can hold an adapter.
+
+        Raises:
+            ConfigError: They cannot.
+        """
+        _check_fits(name, adapter, self.spec)
+
     def close(self, one: OpenAdapter) -> None:
         """Empties the slot of an adapter, whose calls are finished."""
         self.table.clear(self.adapters.pop(one.name).slot)
@@ -347,7 +355,7 @@ class Engine:
         rows: int,
         places: Sequence[tuple[OpenAdapter, PassCall, int] | tuple[str, int]],
     ) -> None:
-        """Queues a training microbatch whose datums lie as in an earlier one.
+        """Queues a microbatch whose datums lie as in an earlier one.
 
         Each adapter gets the gradients, in bits, that it has got from a microbatch of
         this program in which its datums were in the same rows.
@@ -384,8 +392,9 @@ class Engine:
             )
             for one, *_ in own
         }
+        run = self._accumulate if own[0][1].is_training else self._evaluate
         with _device_errors():
-            self._queue_microbatch(self._accumulate, tuple(samples), own, batches, rows)
+            self._queue_microbatch(run, tuple(samples), own, batches, rows)
         for one, *_ in own:
             for number in [n for n, c in one.calls.items() if _is_queued(c)]:
                 del one.calls[number]

@@ -112,13 +112,20 @@ def new_adapter(
     return fresh_adapter(job, modules, kernels, model.dtype)
 
 
-def open_saved(engine: Engine, name: str, path: str | os.PathLike) -> OpenAdapter:
+def open_saved(
+    engine: Engine,
+    name: str,
+    path: str | os.PathLike,
+    *,
+    with_optimizer: bool = True,
+) -> OpenAdapter:
     """Opens an adapter from a PEFT folder, or from the file of a whole state.
 
     Args:
         engine: The engine.
         name: The adapter's name.
         path: The folder or file.
+        with_optimizer: Whether moments and step go on, if the file has them.
 
     Raises:
         JaxloraError: It cannot be read or does not fit the model, or no slot is free
@@ -130,6 +137,8 @@ def open_saved(engine: Engine, name: str, path: str | os.PathLike) -> OpenAdapte
         adapter.check_base(model.config)
         return engine.open(name, adapter)
     adapter, parked, num_steps = read_state(path, model.fingerprint)
+    if not with_optimizer:
+        return engine.open(name, adapter)
     one = engine.open(name, adapter, parked)
     one.num_steps = num_steps
     return one
@@ -163,16 +172,20 @@ def begin_folder(
     """
     model, num_steps = engine.model, one.num_steps
     copy = engine.table.begin_reading(one.slot, one.like)
-    return lambda folder: export_peft(
-        copy(),
-        folder,
-        base_model=model.source,
-        revision=model.revision,
-        linear_names=linear_names(model.config),
-        model_type=model.config.model_type,
-        overwrite=overwrite,
-        record=ExportRecord(job=one.name, step=num_steps),
-    )
+
+    def write(folder: pathlib.Path) -> None:
+        export_peft(
+            copy(),
+            folder,
+            base_model=model.source,
+            revision=model.revision,
+            linear_names=linear_names(model.config),
+            model_type=model.config.model_type,
+            overwrite=overwrite,
+            record=ExportRecord(job=one.name, step=num_steps),
+        )
+
+    return write
 
 
 def save_state_file(engine: Engine, one: OpenAdapter, path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ from jaxlora.serve.operation import (
     Load,
     Pass,
     Publish,
+    Refused,
     Save,
     Step,
     Unload,
@@ -34,6 +35,7 @@ OPERATIONS = (
     Save(checkpoint="t/m/a", kind="state"),
     Publish(sampler="s", checkpoint=None),
     Unload(),
+    Refused(message="no such ü"),
 )
 ARRAYS = [field.name for field in dataclasses.fields(Datum)]
 
