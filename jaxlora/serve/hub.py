@@ -257,8 +257,10 @@ class Hub:
         """
         while True:
             with self._lock:
+                known = self._models.get(model)
+                last = 0 if known is None else known.next_seq - 1
                 numbers = [seq_id for one, seq_id in self._by_number if one == model]
-            promise = self.submit(tenant, model, max(numbers, default=0) + 1, operation)
+            promise = self.submit(tenant, model, max([last, *numbers]) + 1, operation)
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 

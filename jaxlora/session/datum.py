@@ -170,21 +170,30 @@ class ChosenLoss:
             )
         return ChosenLoss(name=name, settings=settings)
 
+    def check(self, datum: Datum) -> None:
+        """Checks that a datum has what this loss reads.
+
+        Raises:
+            DataError: It lacks something.
+        """
+        old, advantages = datum.logprobs, datum.advantages
+        if LOSSES[self.name].has_advantages and (old is None or advantages is None):
+            lacking = "advantages" if advantages is None else "logprobs"
+            raise DataError(
+                f"it has no {lacking}, which the loss {self.name} reads. Give one "
+                "for each position."
+            )
+
     def sample(self, datum: Datum) -> TokenizedSample:
         """Returns a datum as microbatches take it, with what this loss reads.
 
         Raises:
             DataError: The datum lacks what the loss reads.
         """
+        self.check(datum)
         old = advantages = None
         if LOSSES[self.name].has_advantages:
             old, advantages = datum.logprobs, datum.advantages
-            if old is None or advantages is None:
-                lacking = "advantages" if advantages is None else "logprobs"
-                raise DataError(
-                    f"it has no {lacking}, which the loss {self.name} reads. Give one "
-                    "for each position."
-                )
         weights = datum.weights
         if weights is None:
             weights = np.ones(len(datum.tokens), np.float32)
