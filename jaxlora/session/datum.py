@@ -139,7 +139,7 @@ class ChosenLoss:
     settings: Mapping[str, float]
 
     @staticmethod
-    def of(name: str, given: Mapping[str, float] | None) -> "ChosenLoss":
+    def of(name: str, given: Mapping[str, Any] | None) -> "ChosenLoss":
         """Checks the settings that a caller gives, and adds the defaults.
 
         Raises:

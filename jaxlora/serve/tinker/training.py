@@ -361,7 +361,7 @@ def _step(body: bodies.OptimStep) -> Step:
 def router(server: Server, samplers: Samplers) -> APIRouter:
     """Returns the routes that train and that give results."""
     api, models = APIRouter(), Models(server)
-    # Routes are looked for in this order, so those of small frequent requests are first.
+    # Routes are looked for in this order, so those of frequent requests are first.
     _add_passes(api, models)
     _add_results(api, server, samplers)
     _add_saves(api, models, samplers)
