@@ -243,11 +243,15 @@ class Models:
             promise = server.hub.submit(who.tenant, model_id, number, operation)
         except SeqConflict:
             server.limits.end(who.tenant, tokens)
-            raise HTTPException(
-                422,
-                f"request {number - 1} of model {model_id} was accepted before, with "
-                "another content. Number requests anew for each model.",
-            ) from None
+            model = server.registry.owned(who.tenant, "model", model_id)
+            if model.fields.get("unloaded"):
+                text = f"model {model_id} was unloaded. Make another."
+            else:
+                text = (
+                    f"request {number - 1} of model {model_id} was accepted before, "
+                    "with another content. Number requests anew for each model."
+                )
+            raise HTTPException(422, text) from None
         except BaseException:
             server.limits.end(who.tenant, tokens)
             raise
