@@ -258,7 +258,7 @@ class Engine:
                 f"adapter {name!r}: all slots are taken, by {', '.join(self.adapters)}."
                 " Remove one, or set slots when the session is made."
             )
-        _check_fits(name, adapter, self.spec)
+        check_fits(name, adapter, self.spec)
         if parked is None:
             self.table.load(free[0], adapter, ADAMW.name)
         else:
@@ -578,7 +578,7 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     return spec
 
 
-def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:
+def check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:
     """Checks that the slots can hold an adapter.
 
     Raises:
