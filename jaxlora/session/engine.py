@@ -286,7 +286,7 @@ class Engine:
                 f"adapter {name!r}: all slots are taken, by {', '.join(self.adapters)}."
                 " Remove one, or set slots when the session is made."
             )
-        check_fits(name, adapter, self.spec)
+        _check_fits(name, adapter, self.spec)
         if parked is None:
             self.table.load(free[0], adapter, ADAMW.name)
         else:
@@ -305,6 +305,10 @@ class Engine:
     def close(self, one: OpenAdapter) -> None:
         """Empties the slot of an adapter, whose calls are finished."""
         self.table.clear(self.adapters.pop(one.name).slot)
+
+    def bring(self, one: OpenAdapter) -> int:
+        """Returns the slot of an adapter."""
+        return one.slot
 
     def begin_copy(self, one: OpenAdapter) -> Callable[[], ParkedSlot]:
         """Queues a copy of the weights and moments of an adapter, after what is queued.
@@ -722,7 +726,7 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     return spec
 
 
-def check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:
+def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:
     """Checks that the slots can hold an adapter.
 
     Raises:

@@ -12,27 +12,27 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 import weakref
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
+from jaxlora.adapters.parked_slot import adapter_from_rows
 from jaxlora.adapters.settings_table import SettingsTable
-from jaxlora.adapters.slot_state import padded_rows
+from jaxlora.adapters.slot_state import padded_rows, zero_tables
 from jaxlora.common.job_name import BASE
 from jaxlora.errors import ConfigError
 from jaxlora.generate.loaded import NO_ADAPTER, LoadedDecoder, LoadedStage
-from jaxlora.generate.programs import Tables
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_of
-from jaxlora.session.engine import Engine, OpenAdapter, check_fits
+from jaxlora.session.engine import Engine, OpenAdapter
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -40,41 +40,61 @@ class Version:
     """A published version.
 
     Attributes:
-        like: An adapter with the same modules, ranks and scalings.
-        slot: Its slot; None: it is on no device.
+        like: An adapter with the same modules, ranks and scalings, without values.
+        source: What has published it.
+        slot: Its slot; None: it is not on the device.
         file: The file with its weights; None: they were only on the device so far.
         num_held: Calls that need it.
         num_pinned: Sequences that run with it, so that it must stay on the device.
-        last_use: Number of the last use, among those of all versions.
+        last_use: Seconds of the clock at its last use.
         is_released: Whether its name is gone, so that it ends with the last call.
     """
 
     like: Adapter
+    source: str = ""
     slot: int | None = None
     file: pathlib.Path | None = None
     num_held: int = 0
     num_pinned: int = 0
-    last_use: int = 0
+    last_use: float = dataclasses.field(default_factory=time.monotonic)
     is_released: bool = False
+
+    def use(self) -> None:
+        """Notes a use."""
+        self.last_use = time.monotonic()
 
 
 class Published:
-    """The published versions of an engine's adapters, and a decoder with them."""
+    """The published versions of an engine's adapters, and a decoder with them.
 
-    def __init__(self, engine: Engine, num_slots: int):
+    One thread uses it, but for `read_folder`.
+    """
+
+    def __init__(
+        self, engine: Engine, num_slots: int, folder: pathlib.Path | None = None
+    ):
         """Makes empty slots.
 
         Args:
             engine: The engine.
             num_slots: Number of versions that are on the device at the same time.
+            folder: Folder for files of the others; None: the system's for temporary
+                ones.
         """
         self._engine, self._spec = engine, _sampling_spec(engine.spec, num_slots)
         self._settings = SettingsTable(self._spec)
-        self._tables = _zeros(self._spec)
+        self._shapes = _shapes(self._spec)
+        self._tables = zero_tables(self._shapes)
         self._slots: list[Version | None] = [None] * num_slots
         self._versions: dict[str, Version] = {}
-        self._uses, self._files = itertools.count(1), itertools.count()
-        self._folder: pathlib.Path | None = None
+        self._numbers = itertools.count()
+        self._parent = folder
+
+    @functools.cached_property
+    def _folder(self) -> pathlib.Path:
+        path = pathlib.Path(tempfile.mkdtemp(prefix="versions-", dir=self._parent))
+        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        return path
 
     @property
     def decoder(self) -> LoadedDecoder:
@@ -92,9 +112,25 @@ class Published:
         self.publish("", self._engine.base)
         self.release("")
 
+    def renew(self, engine: Engine) -> None:
+        """Goes on after an error of the device, with an engine that may be another.
+
+        Versions that were only on the device are lost if the error has taken the slots.
+        """
+        self._engine = engine
+        if not any(table.is_deleted() for table in self._tables.values()):
+            return
+        self._tables = zero_tables(self._shapes)
+        for name, version in list(self._versions.items()):
+            version.num_pinned = 0
+            if version.slot is not None:
+                self._empty(version)
+            if version.file is None:
+                del self._versions[name]
+
     # ---- names -----------------------------------------------------------------------
 
-    def publish(self, name: str, one: OpenAdapter) -> None:
+    def publish(self, name: str, one: OpenAdapter, source: str = "") -> None:
         """Copies an adapter's weights on the device.
 
         Matrices are rounded to the model's dtype, as training does for its products.
@@ -102,24 +138,23 @@ class Published:
         Args:
             name: Name of the version.
             one: The adapter, without calls that wait.
+            source: What publishes it. If this has done it before, it was broken off.
 
         Raises:
-            ConfigError: There is a version of this name, or sequences run with the
-                versions in all slots.
+            ConfigError: There is a version of this name, of another source.
         """
-        self._check_new(name)
-        if (slot := self._free_slot()) is None:
-            raise ConfigError(
-                f"version {name!r}: samples are being drawn from all "
-                f"{len(self._slots)} versions on the device. Publish again when some "
-                "are done, or set more versions when the server starts."
-            )
-        version = Version(like=one.like)
-        weights = self._engine.table.weights
-        numbers = np.int32(one.slot), np.int32(slot)
-        self._tables = _copy(self._tables, weights, *numbers)
+        if source and name in self._versions and self.version(name).source == source:
+            self.release(name)
+        engine, version = self._engine, Version(like=one.like, source=source)
+        number = np.int32(0 if one is engine.base else engine.bring(one))
+        self.add(name, version)
+        if (slot := self._free_slot()) is None:  # samples run with all that are there
+            rows = _read(engine.table.weights, number, self._tables)
+            version.file = self._new_file(jax.device_get(rows))
+            return
+        given = self._tables, engine.table.weights, number, np.int32(slot)
+        self._tables = _copy(*given)
         self._put(version, slot)
-        self._versions[name] = version
 
     def open_folder(self, name: str, path: str | os.PathLike) -> None:
         """Makes a version of a folder of PEFT.
@@ -129,17 +164,43 @@ class Published:
             path: The folder.
 
         Raises:
-            JaxloraError: There is a version of this name, or the folder cannot be read
-                or does not fit the model and its slots.
+            JaxloraError: There is a version of this name, or as for `read_folder`.
         """
-        self._check_new(name)
-        config = self._engine.model.config
-        adapter = import_peft(pathlib.Path(path), linear_shapes(config))
+        self.add(name, self.read_folder(path))
+
+    def read_folder(self, path: str | os.PathLike) -> Version:
+        """Reads a folder of PEFT as a version without a name; any thread may call this.
+
+        Raises:
+            JaxloraError: The folder cannot be read or does not fit the model and its
+                slots.
+        """
+        config, path = self._engine.model.config, pathlib.Path(path)
+        adapter = import_peft(path, linear_shapes(config))
         adapter.check_base(config)
         adapter = adapter.as_lora(linear_shapes(config))
-        check_fits(name, adapter, self._engine.spec)
-        rows = padded_rows(self._spec.stacks, self._tables, adapter.by_path())
-        self._versions[name] = Version(like=adapter, file=self._new_file(rows))
+        self._engine.check_fits(path.name, adapter)
+        rows = padded_rows(self._spec.stacks, self._shapes, adapter.by_path())
+        return Version(like=_without_values(adapter), file=self._new_file(rows))
+
+    def add(self, name: str, version: Version) -> None:
+        """Names a version that `read_folder` has read.
+
+        Raises:
+            ConfigError: There is a version of this name.
+        """
+        if name == BASE or name in self._versions:
+            raise ConfigError(
+                f"there is a version {name!r} already. Choose another name."
+            )
+        self._versions[name] = version
+
+    def release_unused(self, seconds: float) -> None:
+        """Ends the versions that were not used for so long."""
+        before = time.monotonic() - seconds
+        for name, version in list(self._versions.items()):
+            if version.last_use < before and not version.num_held:
+                self.release(name)
 
     def release(self, name: str) -> None:
         """Ends a version; calls that need it still get their results.
@@ -165,21 +226,21 @@ class Published:
             )
         return self._versions[name]
 
-    def _check_new(self, name: str) -> None:
-        if name == BASE or name in self._versions:
-            raise ConfigError(
-                f"there is a version {name!r} already. Choose another name."
-            )
+    def knows(self, name: str) -> bool:
+        """Whether there is a version of this name."""
+        return name in self._versions
 
     # ---- uses ------------------------------------------------------------------------
 
     def hold(self, version: Version) -> None:
         """Keeps a version until it is let go as often."""
         version.num_held += 1
+        version.use()
 
     def let_go(self, version: Version) -> None:
         """Ends a use that `hold` began."""
         version.num_held -= 1
+        version.use()
         self._end_if_unused(version)
 
     def pin(self, version: Version) -> int | None:
@@ -197,7 +258,6 @@ class Published:
             self._tables = _write(self._tables, rows, np.int32(slot))
             self._put(version, slot)
         version.num_pinned += 1
-        version.last_use = next(self._uses)
         return version.slot
 
     def unpin(self, version: Version) -> None:
@@ -207,7 +267,7 @@ class Published:
     # ---- slots -----------------------------------------------------------------------
 
     def _put(self, version: Version, slot: int) -> None:
-        version.slot, version.last_use = slot, next(self._uses)
+        version.slot = slot
         self._slots[slot - NO_ADAPTER - 1] = version
         self._settings.set({slot: version.like})
 
@@ -226,14 +286,11 @@ class Published:
         """Writes the weights of a version into a file, where they stay."""
         if version.file is None:
             assert version.slot is not None
-            rows = jax.device_get(_read(self._tables, np.int32(version.slot)))
-            version.file = self._new_file(rows)
+            rows = _read(self._tables, np.int32(version.slot), self._tables)
+            version.file = self._new_file(jax.device_get(rows))
 
     def _new_file(self, rows: dict[str, np.ndarray]) -> pathlib.Path:
-        if self._folder is None:
-            self._folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxlora-versions-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        path = self._folder / f"{next(self._files)}.safetensors"
+        path = self._folder / f"{next(self._numbers)}.safetensors"
         safetensors.numpy.save_file(
             {name: np.ascontiguousarray(x) for name, x in rows.items()}, path
         )
@@ -253,14 +310,23 @@ class Published:
             version.file.unlink()
 
 
-def _zeros(spec: DecoderSpec) -> Tables:
-    """Makes the tables of empty slots, with matrices in the model's dtype."""
+def _shapes(spec: DecoderSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the tables, with matrices in the model's dtype."""
 
-    def zeros(name: str, table: jax.ShapeDtypeStruct) -> jax.Array:
+    def shape(name: str, table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dtype = spec.options.dtype if tensor_of(name).is_matrix else table.dtype
-        return jnp.zeros(table.shape, dtype)
+        return jax.ShapeDtypeStruct(table.shape, dtype)
 
-    return {name: zeros(name, x) for name, x in spec.adapter_shapes().items()}
+    return {name: shape(name, x) for name, x in spec.adapter_shapes().items()}
+
+
+def _without_values(adapter: Adapter) -> Adapter:
+    """Returns an adapter with zeros, which take no memory."""
+    rows = {
+        path: np.broadcast_to(np.zeros((), array.dtype), array.shape)
+        for path, array in adapter.by_path().items()
+    }
+    return adapter_from_rows(rows, adapter)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -279,8 +345,9 @@ def _write(tables: Any, rows: Any, slot: Any) -> Any:
 
 
 @jax.jit
-def _read(tables: Any, slot: Any) -> Any:
-    return {name: table[slot] for name, table in tables.items()}
+def _read(weights: Any, slot: Any, tables: Any) -> Any:
+    """Reads a slot of weights, in the dtypes of tables."""
+    return {n: weights[n][slot].astype(table.dtype) for n, table in tables.items()}
 
 
 def _sampling_spec(spec: DecoderSpec, num_slots: int) -> DecoderSpec:

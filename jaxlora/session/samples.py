@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import pathlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -203,15 +204,21 @@ class Samples:
         published: The published versions.
     """
 
-    def __init__(self, engine: Engine, config: SamplingConfig):
+    def __init__(
+        self,
+        engine: Engine,
+        config: SamplingConfig,
+        folder: pathlib.Path | None = None,
+    ):
         """Makes the object; programs are compiled, or loaded, when they are needed.
 
         Args:
             engine: The engine, whose thread alone uses the object.
             config: Settings.
+            folder: See `Published`.
         """
-        self.published = Published(engine, config.versions)
-        self._model, self._config = engine.model, config
+        self.published = Published(engine, config.versions, folder)
+        self._engine, self._model, self._config = engine, engine.model, config
         self._asked: list[_Asked] = []
         self._lanes: dict[int, _Lane] = {}  # by places of a row
         self._in_flight: tuple[_Lane, jax.Array, int] | None = None
@@ -444,7 +451,11 @@ class Samples:
             if not has_trained:
                 self._queue()
         except jax.errors.JaxRuntimeError as error:
-            self._fail(error)
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            self._fail(
+                f"a device failed while samples were drawn: {reason.rstrip('.')}. If "
+                "its memory is full, lower cache_tokens or versions."
+            )
             return True
         self._since, share = time.perf_counter(), self._config.share
         trained = max(self._since - began - sampled, 0.0) if has_trained else 0.0
@@ -487,21 +498,24 @@ class Samples:
                 asked.on_result(asked.result())
         return seconds
 
-    def _fail(self, error: Exception) -> None:
-        """Ends all calls with an error of the device."""
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        failed = DeviceError(
-            f"a device failed while samples were drawn: {reason.rstrip('.')}. If its "
-            "memory is full, lower cache_tokens or versions."
+    def renew(self, engine: Engine) -> None:
+        """Goes on with another engine, after an error; calls that wait have failed."""
+        self._fail(
+            "an error has broken off the work on this call. Send it again.", engine
         )
+
+    def _fail(self, message: str, engine: Engine | None = None) -> None:
+        """Ends all calls with an error of the device, and goes on with an engine."""
+        self._engine = engine or self._engine
         for lane in self._lanes.values():
             for asked, answer in list(lane.running):
                 self._end_sequence(lane, asked, answer)
         self._lanes.clear()
         self._in_flight = None
+        self.published.renew(self._engine)
         for asked in list(self._asked):
             self._end(asked)
-            asked.on_error(failed)
+            asked.on_error(DeviceError(message))
 
     def advance(self) -> bool:
         """Does a piece of sampling; returns False if nothing was left to do."""
