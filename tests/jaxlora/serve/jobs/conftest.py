@@ -62,14 +62,14 @@ class JobClient(TestClient):
         return [line for line in lines if line["event"] == kind]
 
 
-@pytest.fixture
-def serve(tiny_model, model_folder, tmp_path):
-    """Makes clients of servers in one folder, one after the other."""
+@pytest.fixture(scope="session")
+def serve_in(tiny_model, model_folder):
+    """Makes a client of a server that has its files in a folder."""
 
-    def serve(**settings):
+    def serve(folder, **settings):
         config = ServeConfig(
             model=str(model_folder),
-            folder=str(tmp_path / "serve"),
+            folder=str(folder / "serve"),
             session=SETTINGS,
             **settings,
         )
@@ -79,17 +79,3 @@ def serve(tiny_model, model_folder, tmp_path):
         return JobClient(app)
 
     return serve
-
-
-@pytest.fixture
-def client(serve):
-    with serve() as client:
-        yield client
-
-
-@pytest.fixture
-def records(tmp_path):
-    """A file of records."""
-    path = tmp_path / "rows.jsonl"
-    tiny.write_records(path, 24, seed=0)
-    return path
