@@ -250,7 +250,7 @@ class SlotTable:
             A function that brings the copy to the host; any thread may call it.
         """
         if evaluates_other_weights(self._optimizers.get(slot, ADAMW.name)):
-            copy = self._begin_copy(slot)
+            copy = self.begin_copy(slot)
             return lambda: copy().adapter(like)
         rows = self._begin_rows(slot, (PARAMS,))
         return lambda: adapter_from_rows(rows()[PARAMS], like)
@@ -261,9 +261,17 @@ class SlotTable:
         Raises:
             ValueError: The slot is empty.
         """
-        return self._begin_copy(slot)()
+        return self.begin_copy(slot)()
 
-    def _begin_copy(self, slot: int) -> Callable[[], ParkedSlot]:
+    def begin_copy(self, slot: int) -> Callable[[], ParkedSlot]:
+        """Queues a copy of the state of a slot, which may change once this returns.
+
+        Returns:
+            A function that brings the copy to the host; any thread may call it.
+
+        Raises:
+            ValueError: The slot is empty.
+        """
         if slot not in self._shapes:
             raise ValueError(f"slot {slot} is empty.")
         shapes, optimizer = self._shapes[slot], self._optimizers[slot]

@@ -66,6 +66,9 @@ class RequestLimits(StrictModel):
     Attributes:
         body_bytes: Bytes of the body, after decompression.
         upload_bytes: Bytes of an uploaded file of training data.
+        open_bytes: Bytes of the bodies of all requests of a tenant that are being
+            answered. Further ones are refused with 429.
+        body_seconds: Seconds without a byte after which the server gives up a body.
         datums: Datums.
         tokens: Tokens of all datums. The longest datum is bounded by
             `session.microbatch_tokens`.
@@ -74,6 +77,8 @@ class RequestLimits(StrictModel):
 
     body_bytes: PositiveInt = 64 * 2**20
     upload_bytes: PositiveInt = 2**30
+    open_bytes: PositiveInt = 2**30
+    body_seconds: PositiveFloat = 60.0
     datums: PositiveInt = 4096
     tokens: PositiveInt = 2**20
     samples: PositiveInt = 256

@@ -1,60 +1,47 @@
 """The server: its parts, its routes, and its life."""
 
+import asyncio
 import contextlib
-import dataclasses
+import functools
 import logging
 import pathlib
-from collections.abc import AsyncIterator
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+import uvicorn
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from jaxlora.config.serve_config import ServeConfig
-from jaxlora.errors import JaxloraError, StorageError
+from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
+from jaxlora.run.lock import RunLock
 from jaxlora.serve.database import Database
+from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub
 from jaxlora.serve.keys import Keys
-from jaxlora.serve.limits import Limits, OverQuota, OverStorage
-from jaxlora.serve.registry import NotFound, Registry, Taken
-from jaxlora.serve.storage import Storage
+from jaxlora.serve.limits import BodyLimits, Limits
+from jaxlora.serve.registry import Registry
+from jaxlora.serve.server import Server
+from jaxlora.serve.storage import Links, Storage
+from jaxlora.serve.tinker import api as tinker
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
 logger = logging.getLogger(__name__)
 
-_STATUS: dict[type[JaxloraError], int] = {
-    NotFound: 404,
-    Taken: 409,
-    OverQuota: 429,
-    OverStorage: 402,
-    StorageError: 503,
-    JaxloraError: 400,
-}
+_TEND_SECONDS = 30.0
+# How long requests may still be answered when the server ends. Clients whose long polls
+# are cut off ask again.
+_LAST_SECONDS = 5
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Server:
-    """The parts of a server, which its routes use.
-
-    Attributes:
-        config: Its settings.
-        database: Its database.
-        hub: Runs operations of models.
-        registry: What tenants have.
-        keys: Their keys.
-        storage: Files of checkpoints and uploads.
-        limits: Limits and quotas.
-    """
-
-    config: ServeConfig
-    database: Database
-    hub: Hub
-    registry: Registry
-    keys: Keys
-    storage: Storage
-    limits: Limits
+# The routes, in the order in which they are looked for.
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router,)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -70,7 +57,12 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     folder = pathlib.Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     database = Database(config.database_url)
-    storage = Storage(folder / "files")
+    storage = Storage(
+        config.storage_url,
+        options=config.storage_options,
+        cache=folder / "cache",
+        cache_bytes=config.cache_bytes,
+    )
     keep_compiled_programs()
     if model is None:
         model = load_model(
@@ -86,11 +78,12 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     return Server(
         config=config,
         database=database,
-        hub=Hub(Engine(model, config.session), storage),
+        hub=Hub(Engine(model, config.session), storage, database),
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,
         limits=Limits(config, registry),
+        links=Links(database.secret("links")),
     )
 
 
@@ -100,21 +93,162 @@ def make_app(server: Server) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.hub.start()
+        tending = asyncio.create_task(_tend(server))
         yield
-        server.hub.stop()
+        tending.cancel()
+        await asyncio.to_thread(server.hub.stop)
         server.database.close()
 
     app = FastAPI(title="jaxlora", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-
-    @app.get("/healthz")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    app.add_exception_handler(JaxloraError, _answer)
+    for make_router in (_own_router, *ROUTERS):
+        app.include_router(make_router(server))
+    for kind in (HTTPException, RequestValidationError, JaxloraError):
+        app.add_exception_handler(kind, _answer)
+    # The last one is the outermost.
+    app.add_middleware(BodyLimits, limits=server.config.limits)
+    app.add_middleware(Guard, server=server)
     return app
 
 
-async def _answer(request: Request, error: Exception) -> JSONResponse:
-    status = next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
-    return JSONResponse({"detail": str(error)}, status)
+async def _answer(request: Request, error: Exception) -> Response:
+    return answer_to(error)
+
+
+def _own_router(server: Server) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/healthz")
+    async def health() -> Response:
+        """Whether the server takes requests."""
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/download/{key:path}")
+    def download(
+        key: str,
+        expires: int,
+        signature: Annotated[str, Query(max_length=200)],
+        file: Annotated[str | None, Query(max_length=400)] = None,
+    ) -> Response:
+        """Sends what a link names: a file, or a tar of all."""
+        server.links.check(key, file, expires, signature)
+        if file is None:
+            length, pieces = server.storage.archive(key)
+            name = f"{key.rpartition('/')[2]}.tar"
+        else:
+            length = server.storage.files(key).get(file, 0)
+            pieces, name = server.storage.read(key, file), file.rpartition("/")[2]
+        headers = {
+            "content-length": str(length),
+            "content-disposition": f'attachment; filename="{name}"',
+        }
+        return StreamingResponse(pieces, 200, headers, "application/octet-stream")
+
+    return router
+
+
+async def _tend(server: Server) -> None:
+    """Deletes what is over, now and then."""
+    while True:
+        for work in (server.storage.clean, functools.partial(delete_expired, server)):
+            try:
+                await asyncio.to_thread(work)
+            except Exception:
+                logger.exception("what is over could not be deleted; it is tried again")
+        await asyncio.sleep(_TEND_SECONDS)
+
+
+def delete_expired(server: Server) -> None:
+    """Deletes checkpoints and uploads whose time is over.
+
+    The files go first: a row without files is tried again, and files without a row
+    would stay for ever.
+    """
+    for kind in ("checkpoint", "upload"):
+        for entry in server.registry.expired(kind):
+            if (key := entry.fields.get("key")) is not None:
+                server.storage.delete(key)
+            server.registry.delete(entry.tenant, kind, entry.id)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Ends by SIGTERM and Ctrl-C as it should, instead of raising them again."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]):
+        super().__init__(config)
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.should_exit = True
+
+
+def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -> int:
+    """Serves until SIGTERM or Ctrl-C; returns the exit status.
+
+    Args:
+        config: The settings.
+        on_start: Called when the server takes requests.
+
+    Raises:
+        JaxloraError: The address, the certificate, the folder, the model, the database
+            or the storage cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        bound = stack.enter_context(_bind(config))
+        tls: dict[str, Any] = {}
+        if config.tls is not None:
+            tls = {
+                "ssl_certfile": config.tls.certificate,
+                "ssl_keyfile": config.tls.key,
+            }
+            _check_tls(config.tls.certificate, config.tls.key)
+        stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        app = make_app(make_server(config))
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=config.behind_proxy,
+            forwarded_allow_ips="*" if config.behind_proxy else None,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+            ws="none",
+            **tls,
+        )
+        server = _Uvicorn(settings, on_start)
+        server.run(sockets=[bound])
+        return 0 if server.started else 1
+
+
+def _bind(config: ServeConfig) -> socket.socket:
+    """Takes the address, before anything is loaded."""
+    try:
+        family, *_, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        bound = socket.socket(family)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen on port {config.port} of {config.host}: "
+            f"{error.strerror}. Set another port, or host."
+        ) from None
+    return bound
+
+
+def _check_tls(certificate: str, key: str) -> None:
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            certificate, key
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"tls: {certificate} and {key} cannot be used: {error.strerror or error}. "
+            "Give the PEM files of a certificate and of its key."
+        ) from None

@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import sqlalchemy as sa
@@ -58,7 +58,7 @@ class Database:
         return self.engine.dialect.name == "sqlite"
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[sa.Connection]:
+    def reading(self) -> Generator[sa.Connection]:
         """Gives a connection that sees one state of the database.
 
         Raises:
@@ -68,7 +68,7 @@ class Database:
             yield connection
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[sa.Connection]:
+    def writing(self) -> Generator[sa.Connection]:
         """Gives a connection whose changes are on the disk when the block ends.
 
         An error in the block undoes them all.
@@ -116,7 +116,7 @@ def _engine(url: str) -> sa.Engine:
                 "out for a file in the server's folder."
             )
         engine = sa.create_engine(parsed, **options)
-    except (sa.exc.ArgumentError, sa.exc.NoSuchModuleError) as error:
+    except sa.exc.ArgumentError as error:
         raise ConfigError(
             f"database={url!r:.100} is no URL of a database. Set sqlite:///PATH or "
             "postgresql://USER:PASSWORD@HOST/NAME."
@@ -156,7 +156,7 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 
 @contextlib.contextmanager
-def _database_errors(done: str) -> Iterator[None]:
+def _database_errors(done: str) -> Generator[None]:
     try:
         yield
     except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:

@@ -1,11 +1,19 @@
 """Limits of requests and quotas of tenants."""
 
+import asyncio
+import io
+import secrets
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from jaxlora.config.serve_config import Quota, ServeConfig
+import zstandard
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxlora.config.serve_config import Quota, RequestLimits, ServeConfig
 from jaxlora.errors import DataError, JaxloraError
 from jaxlora.serve.registry import Registry
 from jaxlora.session.datum import Datum
@@ -110,10 +118,14 @@ class Limits:
             OverQuota: It has as many as it may have.
         """
         most = self.quota(tenant).models
-        if most is not None and (has := self._registry.count(tenant, "model")) >= most:
+        if most is not None and (has := self._num_models(tenant)) >= most:
             raise OverQuota(
                 f"you have {has} models, and your quota is {most}. Unload one first."
             )
+
+    def _num_models(self, tenant: str) -> int:
+        models = self._registry.list(tenant, "model")
+        return sum(not model.fields.get("unloaded") for model in models)
 
     def check_storage(self, tenant: str, num_bytes: int = 0) -> None:
         """Checks that a tenant has room for more bytes.
@@ -176,3 +188,160 @@ class Limits:
         if tenant not in self._buckets:
             self._buckets[tenant] = TokenBucket(rate, self._clock())
         return self._buckets[tenant]
+
+
+# Paths to which tenants send files of data, which may be larger than other bodies.
+UPLOADS = ("/jobs/v1/uploads", "/jobs/v1/data")
+# Frames with a larger window would need as much memory for any content.
+_MOST_WINDOW = 2**27
+
+
+class BodyLimits:
+    """Refuses bodies that are too large before anything reads them.
+
+    Bodies that are compressed with zstd arrive decompressed in the app, and are bounded
+    on both sides. It stands behind the check of the key, so that only tenants can send
+    bodies at all.
+    """
+
+    def __init__(self, app: ASGIApp, limits: RequestLimits):
+        """Makes the object.
+
+        Args:
+            app: The app.
+            limits: The limits.
+        """
+        self._app, self._limits = app, limits
+        self._open: dict[str, int] = defaultdict(int)  # bytes, by tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        is_upload = scope["path"].startswith(UPLOADS)
+        most = self._limits.upload_bytes if is_upload else self._limits.body_bytes
+        length = _content_length(headers, most)
+        principal = scope.get("state", {}).get("principal")
+        tenant = "" if principal is None else principal.tenant
+        if self._open[tenant] and self._open[tenant] + length > self._limits.open_bytes:
+            raise HTTPException(
+                429,
+                f"your open requests have {self._open[tenant]:,} bytes, and at most "
+                f"{self._limits.open_bytes:,} are taken at once. Wait for answers "
+                "before you send more.",
+            )
+        self._open[tenant] += length
+        try:
+            receive = _bounded(receive, most, self._limits.body_seconds)
+            encoding = headers.get("content-encoding", "identity").strip().lower()
+            if encoding == "zstd":
+                scope, receive = await _decompressed(scope, receive, most)
+            elif encoding not in ("", "identity"):
+                raise HTTPException(
+                    415,
+                    f"content-encoding {encoding:.40} is not read. Use zstd or none.",
+                )
+            await self._app(scope, receive, send)
+        finally:
+            self._open[tenant] -= length
+            if not self._open[tenant]:
+                del self._open[tenant]
+
+
+def _content_length(headers: Headers, most: int) -> int:
+    """Returns the length of a body, or its bound if it is not known."""
+    if "transfer-encoding" in headers:
+        return most
+    text = headers.get("content-length", "0")
+    if not (text.isascii() and text.isdecimal()):
+        raise HTTPException(400, "the header content-length is no number.")
+    if int(text[:20]) > most:
+        raise _too_large(most)
+    return int(text)
+
+
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(
+        413,
+        f"the body is larger than {most:,} bytes, the most that this server takes at "
+        "once. Send it in parts.",
+    )
+
+
+def _bounded(receive: Receive, most: int, seconds: float) -> Receive:
+    """Bounds the bytes of a body, and the time between two pieces of it."""
+    num_bytes, is_complete = 0, False
+
+    async def bounded() -> Message:
+        nonlocal num_bytes, is_complete
+        if is_complete:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), seconds)
+        except TimeoutError:
+            raise HTTPException(
+                408, f"no byte of the body has come for {seconds:g} s. Send it again."
+            ) from None
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > most:
+            raise _too_large(most)
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return bounded
+
+
+async def _decompressed(
+    scope: Scope, receive: Receive, most: int
+) -> tuple[Scope, Receive]:
+    """Returns the scope and the messages of a request without compression."""
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HTTPException(400, "the body has ended too early. Send it again.")
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            break
+    body = await asyncio.to_thread(decompress, b"".join(pieces), most)
+    dropped = (b"content-encoding", b"content-length", b"transfer-encoding")
+    kept = [(key, value) for key, value in scope["headers"] if key not in dropped]
+    length = (b"content-length", str(len(body)).encode())
+    is_given = False
+
+    async def whole() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return {**scope, "headers": [*kept, length]}, whole
+
+
+def decompress(body: bytes, most: int) -> bytes:
+    """Decompresses what zstd has compressed.
+
+    Args:
+        body: One or more frames.
+        most: Most bytes of the result. No more are ever in memory.
+
+    Raises:
+        HTTPException: The body is not zstd, or larger.
+    """
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+    # The reader would end without an error where a frame is cut off. One more frame
+    # behind it is only read if the body is complete.
+    end = secrets.token_bytes(16)
+    whole = io.BytesIO(body + zstandard.compress(end))
+    reader = decompressor.stream_reader(whole, read_across_frames=True)
+    try:
+        found = reader.read(most + len(end) + 1)
+    except zstandard.ZstdError as error:
+        raise HTTPException(400, f"the body cannot be decompressed: {error}.") from None
+    if len(found) > most + len(end):
+        raise _too_large(most)
+    if not found.endswith(end):
+        raise HTTPException(400, "the body cannot be decompressed: it is cut off.")
+    return found[: -len(end)]

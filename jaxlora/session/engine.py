@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -153,6 +153,29 @@ class StepCall:
 Call = PassCall | StepCall
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A piece of work of the device: a microbatch or an optimizer step.
+
+    Attributes:
+        rows: Rows of the microbatch; 0: it is an optimizer step.
+        is_training: Whether it changes the state of adapters.
+        parts: For each datum, in the order of the rows, its call and its number there;
+            for an optimizer step, its call and 0.
+    """
+
+    rows: int
+    is_training: bool
+    parts: tuple[tuple[Call, int], ...]
+
+
+class _InFlight(NamedTuple):
+    """A piece of work that the device has, and the function that takes its results."""
+
+    piece: Piece
+    settle: Callable[[], None]
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class OpenAdapter:
     """An adapter in a slot, or the base.
@@ -190,6 +213,8 @@ class Engine:
         table: The slots.
         adapters: The open adapters, by name.
         base: The base, which has forward passes only.
+        on_queued: Called with each piece of work that was given to the device.
+        on_settled: Called with each piece of work whose results are on the host.
     """
 
     def __init__(self, model: FrozenModel, config: SessionConfig):
@@ -224,7 +249,10 @@ class Engine:
         )
         self._packer = TickPacker(layout, self._limits)
         self.lock = threading.RLock()
-        self._in_flight: deque[Callable[[], None]] = deque()
+        self.on_queued: Callable[[Piece], None] = lambda piece: None
+        self.on_settled: Callable[[Piece], None] = lambda piece: None
+        self._in_flight: deque[_InFlight] = deque()
+        self._beginning: Piece | None = None  # it was not given to the device yet
         self._is_lost = False  # whether a program has taken the slots and left none
         self._numbers = itertools.count()
 
@@ -278,6 +306,15 @@ class Engine:
         """Empties the slot of an adapter, whose calls are finished."""
         self.table.clear(self.adapters.pop(one.name).slot)
 
+    def begin_copy(self, one: OpenAdapter) -> Callable[[], ParkedSlot]:
+        """Queues a copy of the weights and moments of an adapter, after what is queued.
+
+        Returns:
+            A function that brings the copy to the host; any thread may call it, and
+            the adapter may be trained on before.
+        """
+        return self.table.begin_copy(one.slot)
+
     # ---- calls -----------------------------------------------------------------------
 
     def submit(self, one: OpenAdapter, call: Call) -> None:
@@ -293,9 +330,94 @@ class Engine:
         self._check_is_whole()
         while one.calls:
             self.advance()
+        self.drain()
+
+    def drain(self) -> None:
+        """Waits for the results of all that the device has.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
         with _device_errors():
             while self._in_flight:
                 self._settle()
+
+    @property
+    def unsettled(self) -> list[Piece]:
+        """The pieces of work without results: after an error, the cause is in them."""
+        begun = [] if self._beginning is None else [self._beginning]
+        return [one.piece for one in self._in_flight] + begun
+
+    # ---- work in a given order -------------------------------------------------------
+
+    def run_layout(
+        self,
+        rows: int,
+        places: Sequence[tuple[OpenAdapter, PassCall, int] | tuple[str, int]],
+    ) -> None:
+        """Queues a microbatch whose datums lie as in an earlier one.
+
+        Each adapter gets the gradients, in bits, that it has got from a microbatch of
+        this program in which its datums were in the same rows.
+
+        Args:
+            rows: Rows of the microbatch, which are one of the sizes.
+            places: For each datum, in the order of the rows, its adapter, its call and
+                its number among the waiting ones there; or, for rows that stay empty,
+                the name of an adapter and the number of tokens.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        self._check_is_whole()
+        samples: list[Sample] = []
+        own: list[tuple[OpenAdapter, PassCall, int]] = []
+        empty: dict[str, int] = {}
+        for place in places:
+            index = len(own)
+            if len(place) == 3:
+                one, call, number = place
+                owner, num_tokens = one.slot, len(call.samples[number].token_ids)
+                own.append(place)
+            else:
+                name, num_tokens = place
+                owner = -1 - empty.setdefault(name, 1 + len(empty))
+            samples.append(
+                Sample(owner=owner, batch=0, index=index, num_tokens=num_tokens)
+            )
+        every = [call.samples[number] for _, call, number in own]
+        batches = {
+            one.slot: JobBatch(
+                slot=one.slot, step=0, samples=every, weight=1.0, objective=DATUM
+            )
+            for one, *_ in own
+        }
+        run = self._accumulate if own[0][1].is_training else self._evaluate
+        with _device_errors():
+            self._queue_microbatch(run, tuple(samples), own, batches, rows)
+        for one, *_ in own:
+            for number in [n for n, c in one.calls.items() if _is_queued(c)]:
+                del one.calls[number]
+
+    def run_step(self, one: OpenAdapter) -> None:
+        """Queues the optimizer step that is the next call of an adapter.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        self._check_is_whole()
+        with _device_errors():
+            self._queue_step(one, next(iter(one.calls)))
+
+    def size_for(self, num_tokens: int) -> int:
+        """Returns the smallest size of microbatches that holds so many tokens."""
+        padded = self._limits.padded(num_tokens)
+        return next(size for size in self._sizes if size >= padded)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes of microbatches, in ascending order."""
+        return self._sizes
 
     def advance(self) -> bool:
         """Does the next piece of work: queues a step or a microbatch, or waits for one.
@@ -415,13 +537,19 @@ class Engine:
 
         Args:
             run: Queues its passes.
-            microbatch: Its samples.
-            places: For each of them, its adapter, its call, and its number there.
+            microbatch: Its samples, and those whose rows stay empty.
+            places: For each of its samples, its adapter, its call, and its number
+                there.
             batches: The datums, by slot.
             rows: Rows of the microbatch.
         """
         packed = self._packer.pack((microbatch,), batches, rows)
         uploaded = self._packer.upload(packed)[0]
+        self._beginning = Piece(
+            rows=rows,
+            is_training=places[0][1].is_training,
+            parts=tuple((call, number) for _, call, number in places),
+        )
         before = self.table.state
         try:
             for _, call, number in places:
@@ -436,7 +564,8 @@ class Engine:
             raise
         for one, call, _ in places:
             one.has_gradients |= call.is_training
-        ends = np.cumsum([sample.num_tokens for sample in microbatch])[:-1]
+        lengths = [len(call.samples[number].token_ids) for _, call, number in places]
+        ends = np.cumsum(lengths)[:-1]
         is_row = packed.segment_ids >= 0
 
         def settle() -> None:
@@ -465,6 +594,7 @@ class Engine:
         assert isinstance(call, StepCall)
         inputs = _optimizer_inputs(call.params, one.num_steps)
         before, num_steps = table.state, one.num_steps
+        self._beginning = Piece(rows=0, is_training=True, parts=((call, 0),))
         given = before, np.int32(one.slot), inputs, table.settings["rank"]
         try:
             table.state, result = self._step(*given)
@@ -493,14 +623,20 @@ class Engine:
         self._note(settle)
 
     def _note(self, settle: Callable[[], None]) -> None:
-        self._in_flight.append(settle)
+        """Notes that the device has the piece of work that was begun last."""
+        assert self._beginning is not None
+        piece, self._beginning = self._beginning, None
+        self._in_flight.append(_InFlight(piece, settle))
+        self.on_queued(piece)
         while len(self._in_flight) > _MOST_QUEUED:
             self._settle()
 
     def _settle(self) -> None:
         """Waits for the oldest piece of work that is queued, and takes its results."""
-        self._in_flight[0]()  # it stays if it is interrupted while it waits
+        oldest = self._in_flight[0]
+        oldest.settle()  # it stays if it is interrupted while it waits
         self._in_flight.popleft()
+        self.on_settled(oldest.piece)
 
 
 @contextlib.contextmanager

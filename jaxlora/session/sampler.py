@@ -127,7 +127,7 @@ class Sampler:
         made: dict[int, Completion] = {}
         for numbers in itertools.batched(order, _MOST_ROWS):
             some = [requests[i] for i in numbers]
-            batch = Batch(self._decoder, some, chosen, tuple(end_tokens))
+            batch = Batch.of(self._decoder, some)
             while not batch.is_done:
                 batch.advance()
             for i, answer in zip(numbers, batch.answers, strict=True):
@@ -174,6 +174,10 @@ class Sampler:
             slot=self._slot,
             seed=seed,
             max_new_tokens=min(settings.max_new_tokens, left),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            end_ids=tuple(end_tokens),
             num_until_stop=until_stop,
         )
 

@@ -379,3 +379,52 @@ def test_a_microbatch_has_the_smallest_size_that_holds_it(opened, monkeypatch):
     session.forward_backward("b", short)
     session.forward_backward("b", long).result()
     assert called == [32, 96, 96]
+
+
+def test_a_layout_gives_the_same_bits_again(tiny_model, make_adapter):
+    """Also where the rows of another adapter stay empty, and in other slots."""
+    rng = np.random.default_rng(14)
+    data = {name: datums(rng, (9, 5)) for name in "abc"}
+
+    def new(names: str) -> tuple[Session, list, list]:
+        session, queued, settled = Session(tiny_model, **SETTINGS), [], []
+        for name in names:
+            adapter = make_adapter(LINEARS, rank=4, seed=ord(name))
+            session._engine.open(name, scaled(adapter))
+        session._engine.on_queued = queued.append
+        session._engine.on_settled = settled.append
+        return session, queued, settled
+
+    first, queued, settled = new("abc")
+    calls = {n: first.forward_backward(n, own) for n, own in data.items()}
+    found = {n: call.result() for n, call in calls.items()}
+    (piece,), exact = queued, {n: gradients(first, n) for n in data}
+    assert settled == queued and not first._engine.unsettled
+    assert (piece.rows, len(piece.parts), piece.is_training) == (96, 6, True)
+    assert first.optim_step("c", RATE).result().step == 1
+    assert queued[1].rows == 0 and queued == settled
+
+    again, queued, _ = new("ca")
+    calls = {n: again.forward_backward(n, data[n])._call for n in "ca"}
+    engine = again._engine
+    layout = []
+    for name, number in [(n, i) for n in "abc" for i in range(2)]:
+        if name == "b":
+            layout.append((name, len(data[name][number].tokens)))
+        else:
+            layout.append((engine.adapters[name], calls[name], number))
+    engine.run_layout(96, layout)
+    engine.drain()
+    assert [one.rows for one in queued] == [96]
+    for name in "ca":
+        assert not engine.adapters[name].calls
+        assert_same(gradients(again, name), exact[name])
+        for lp, wanted in zip(
+            calls[name].result.logprobs, found[name].logprobs, strict=True
+        ):
+            np.testing.assert_array_equal(lp, wanted)
+    call = again.optim_step("c", RATE)._call
+    engine.run_step(engine.adapters["c"])
+    engine.drain()
+    assert call.result.step == 1
+    assert_same(state(again, "c"), state(first, "c"))
