@@ -187,6 +187,8 @@ class Hub:
             StorageError: The database cannot be read.
         """
         self._remember(self._ledger.read())
+        # Nobody could ask for an outcome while the server was down.
+        self._next_forgetting = self._clock() + self._settings.keep_seconds
         self._thread.start()
 
     def stop(self) -> None:
@@ -262,15 +264,12 @@ class Hub:
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 
-    @property
-    def engine(self) -> Engine:
-        """The engine. Others may read its model and its settings."""
-        return self._engine
-
     def knows(self, model: str, seq_id: int) -> bool:
-        """Whether an operation of a model was accepted under a number."""
+        """Whether an operation of a model was taken by a number."""
         with self._lock:
-            return (model, seq_id) in self._by_number
+            known = self._models.get(model)
+            has_begun = known is not None and seq_id < known.next_seq
+            return has_begun or (model, seq_id) in self._by_number
 
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.

@@ -24,7 +24,7 @@ from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
 from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.events import Event
 from jaxlora.serve.database import Database
-from jaxlora.serve.hub import Hub
+from jaxlora.serve.hub import Hub, Unavailable
 from jaxlora.serve.jobs.batch_loss import check_objective
 from jaxlora.serve.jobs.driver import Driver, Surroundings
 from jaxlora.serve.jobs.record import Asked, Copy, Job, JobTable
@@ -223,7 +223,7 @@ class Jobs:
             job.update(status="running", reason="")
             self._changed[job.id] = job
             await driver.run()
-        except StorageError as error:
+        except (StorageError, Unavailable) as error:
             logger.warning("job %s goes on later: %s", job.id, error)
             return False
         except JaxloraError as error:

@@ -8,7 +8,6 @@ from fastapi.testclient import TestClient
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import make_app, make_server
-from jaxlora.serve.jobs.routes import router
 from tests import tiny
 from tests.jaxlora.session.conftest import SETTINGS
 
@@ -73,9 +72,7 @@ def serve_in(tiny_model, model_folder):
             session=SETTINGS,
             **settings,
         )
-        server = make_server(config, tiny_model)
-        app = make_app(server)
-        app.include_router(router(server))
-        return JobClient(app)
+        app = make_app(make_server(config, tiny_model))
+        return JobClient(app, base_url="http://localhost")
 
     return serve
