@@ -88,11 +88,11 @@ def test_errors_name_uploads_and_not_files(client, rows, tmp_path):
     [
         ({"lerning_rate": 1}, "learning_rate"),
         ({"rank": 0, "steps": -1}, "rank"),
-        ({"rank": 64}, "the slots have 8"),
-        ({"dropout": 0.1}, "dropout=0.1 cannot be trained by a server"),
+        ({"rank": 16}, "the slots have 8"),
+        ({"dropout": 0.1}, "dropout=0.1 must be 0"),
         ({"optimizer": "lion"}, "optimizer='lion' must be adamw"),
-        ({"use_dora": True}, "dora"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"use_dora": True}, "has use_dora"),
+        ({"init_lora_weights": "pissa"}, "has its start"),
         ({"lora_plus_ratio": 4}, "lora_plus_ratio=4 must be 1"),
         ({"data": {"path": "/etc/passwd"}}, "neither a file that you have uploaded"),
         ({"data": {"path": "rows.jsonl", "chat_template": "/etc/passwd"}}, "chatml"),
@@ -144,7 +144,8 @@ def test_a_copy_goes_on_where_its_parent_was(client):
     origin = copied["settings"]["clone_of"]
     first = client.metrics("copy")[0]
     assert (origin["job"], origin["step"] + 1) == ("parent", first["step"])
-    assert client.metrics("parent")[first["step"] - 1]["loss"] == first["loss"]
+    same = client.metrics("parent")[first["step"] - 1]
+    assert first["loss"] == pytest.approx(same["loss"], rel=1e-6)
     refused = client.refused("POST", "jobs/parent/clone", json={"rank": 2})
     assert "cannot change in a copy" in refused
     # One that is paused can be copied, too.
@@ -186,11 +187,12 @@ def test_a_job_starts_from_the_adapter_of_another(client):
 
 
 def test_the_best_evaluation_is_kept(client):
-    settings = SHORT | {"learning_rate": 0.5, "keep_best": True, "early_stopping": 1}
+    """Of equal ones the later."""
+    settings = SHORT | {"learning_rate": 0, "keep_best": True, "early_stopping": 1}
     client.add(**settings, name="best")
     ended = client.wait("best")
-    assert (ended["status"], ended["best_step"]) == ("stopped early", 0), ended
-    assert ended["has_adapter"]
+    assert (ended["status"], ended["step"]) == ("stopped early", 4)
+    assert (ended["best_step"], ended["has_adapter"]) == (4, True)
 
 
 def test_jobs_of_other_tenants_do_not_exist(serve_in, rows, tmp_path):
@@ -238,7 +240,7 @@ def test_jobs_go_on_after_crashes(serve_in, rows, tmp_path_factory):
         lines = client.ok("GET", "jobs/one/metrics")["metrics"]
         client.ok("POST", "jobs/two/stop")
         client.wait("two")
-    wanted = [[line.get(key) for key in keys] for line in lines]
+    wanted = [[line.get(key, 0) for key in keys] for line in lines]
     for folder in images:
         with serve_in(folder) as client:
             client.ok("POST", "jobs/two/pause")
@@ -246,7 +248,7 @@ def test_jobs_go_on_after_crashes(serve_in, rows, tmp_path_factory):
             lines = client.ok("GET", "jobs/one/metrics")["metrics"]
             assert len(lines) == len(wanted)
             for line, values in zip(lines, wanted, strict=True):
-                found = [line.get(key) for key in keys]
+                found = [line.get(key, 0) for key in keys]
                 assert found == pytest.approx(values, rel=1e-4)
             paused = client.wait("two", lambda job: job["status"] == "paused")
             client.ok("POST", "jobs/two/stop")
