@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import pathlib
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +24,7 @@ from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub
+from jaxlora.serve.hub import Hub, HubSettings
 from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
@@ -76,10 +77,22 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         )
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
+    versions = folder / "versions"  # what an earlier process has left is in no use
+    shutil.rmtree(versions, ignore_errors=True)
+    versions.mkdir(mode=0o700)
+    hub = Hub(
+        *(Engine(model, config.session), storage, database),
+        HubSettings(
+            keep_seconds=config.retention.promise_seconds,
+            sampler_seconds=config.retention.sampler_seconds,
+        ),
+        config.sampling,
+        folder=versions,
+    )
     return Server(
         config=config,
         database=database,
-        hub=Hub(Engine(model, config.session), storage, database),
+        hub=hub,
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,

@@ -306,6 +306,10 @@ class Engine:
         """Empties the slot of an adapter, whose calls are finished."""
         self.table.clear(self.adapters.pop(one.name).slot)
 
+    def bring(self, one: OpenAdapter) -> int:
+        """Returns the slot of an adapter."""
+        return one.slot
+
     def begin_copy(self, one: OpenAdapter) -> Callable[[], ParkedSlot]:
         """Queues a copy of the weights and moments of an adapter, after what is queued.
 
