@@ -25,6 +25,7 @@ from jaxlora.run.lock import RunLock
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
@@ -42,7 +43,7 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router,)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router, jobs.router)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:

@@ -70,7 +70,7 @@ from jaxlora.session.operations import (
 )
 from jaxlora.session.published import Version
 from jaxlora.session.residence import WholeState
-from jaxlora.session.samples import SampleCall, SampleResult, Samples
+from jaxlora.session.samples import OnTokens, SampleCall, SampleResult, Samples
 from jaxlora.session.state_file import write_state
 
 logger = logging.getLogger(__name__)
@@ -199,6 +199,8 @@ class Hub:
             StorageError: The database cannot be read.
         """
         self._remember(self._ledger.read())
+        # Nobody could ask for an outcome while the server was down.
+        self._next_forgetting = self._clock() + self._settings.keep_seconds
         self._thread.start()
 
     def stop(self) -> None:
@@ -277,9 +279,11 @@ class Hub:
                 return promise  # else another took the number at the same time
 
     def knows(self, model: str, seq_id: int) -> bool:
-        """Whether an operation of a model was accepted under a number."""
+        """Whether an operation of a model was taken by a number."""
         with self._lock:
-            return (model, seq_id) in self._by_number
+            known = self._models.get(model)
+            has_begun = known is not None and seq_id < known.next_seq
+            return has_begun or (model, seq_id) in self._by_number
 
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.
@@ -297,7 +301,11 @@ class Hub:
         return found if found is not None and found.tenant == tenant else None
 
     def sample(
-        self, tenant: str, call: SampleCall, key: str | None = None
+        self,
+        tenant: str,
+        call: SampleCall,
+        key: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Future[SampleResult | Failed]:
         """Draws samples. They are in no ledger, and gone when the server ends.
 
@@ -306,6 +314,7 @@ class Hub:
             call: The call.
             key: Key in the storage of the version's folder, from which it is opened if
                 it is not there; None: it has none.
+            on_tokens: Called in the engine's thread with new tokens; see `Samples`.
 
         Returns:
             The result. To cancel it ends the call.
@@ -317,7 +326,8 @@ class Hub:
         outcome: Future[SampleResult | Failed] = Future()
         with self._lock:
             self._check_accepts()
-        self._inbox.put(lambda: self._open_and_sample(call, key, outcome))
+        begin = functools.partial(self._begin_sampling, call, outcome, on_tokens)
+        self._inbox.put(lambda: self._open_version(call, key, outcome, begin))
         return outcome
 
     def waiting(self) -> Waiting:
@@ -669,13 +679,17 @@ class Hub:
 
         self._work_on(run)
 
-    def _open_and_sample(
-        self, call: SampleCall, key: str | None, outcome: Future[SampleResult | Failed]
+    def _open_version(
+        self,
+        call: SampleCall,
+        key: str | None,
+        outcome: Future[SampleResult | Failed],
+        begin: Callable[[], None],
     ) -> None:
-        """Gives a call to the sampler, after its version is opened."""
+        """Begins a call for samples after its version is opened."""
         published = self._samples.published
         if call.version == BASE or published.knows(call.version) or key is None:
-            self._begin_sampling(call, outcome)
+            begin()
             return
 
         def read() -> None:
@@ -689,16 +703,19 @@ class Hub:
         def add(version: Version) -> None:
             if not published.knows(call.version):  # else another call has opened it
                 published.add(call.version, version)
-            self._begin_sampling(call, outcome)
+            begin()
 
         self._work_on(read)
 
     def _begin_sampling(
-        self, call: SampleCall, outcome: Future[SampleResult | Failed]
+        self,
+        call: SampleCall,
+        outcome: Future[SampleResult | Failed],
+        on_tokens: OnTokens | None,
     ) -> None:
         end = functools.partial(_end_sampling, outcome)
         try:
-            self._samples.submit(call, end, end)
+            self._samples.submit(call, end, end, on_tokens)
         except JaxloraError as error:
             end(error)
         cancel = lambda: self._samples.cancel(call)
