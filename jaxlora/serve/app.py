@@ -22,6 +22,7 @@ from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
+from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub, HubSettings
@@ -43,7 +44,11 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router, jobs.router)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
+    tinker.router,
+    jobs.router,
+    page.router,
+)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -122,6 +127,7 @@ def make_app(server: Server) -> FastAPI:
     # The last one is the outermost.
     app.add_middleware(BodyLimits, limits=server.config.limits)
     app.add_middleware(Guard, server=server)
+    metrics.install(app, server.hub)
     return app
 
 

@@ -127,6 +127,7 @@ class Hub:
     Attributes:
         died: Gets the error that has ended the hub for good, if one does: the process
             has to be restarted then. Nothing that was accepted is lost.
+        listeners: Are called with each promise that gets its outcome, by any thread.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Hub:
         self._ledger = Ledger(database)
         self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
+        self.listeners: list[Callable[[Promise], None]] = []
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
         self._promises: dict[str, Promise] = {}
@@ -341,7 +343,12 @@ class Hub:
             models = [*self._models.values()]
         now = self._clock()
         shown = [one.status(now) for one in models if not one.is_unloaded]
-        return self._meter.status(shown, *self._health())
+        return dataclasses.replace(
+            self._meter.status(shown, *self._health()),
+            commits=self._ledger.commits,
+            commits_seconds=self._ledger.commits_seconds,
+            commit_seconds=self._ledger.last_seconds,
+        )
 
     def _health(self) -> tuple[Health, str | None]:
         if self.died.done():
@@ -384,10 +391,16 @@ class Hub:
     def _add(self, promise: Promise) -> Promise:
         self._promises[promise.request_id] = promise
         self._by_number[promise.model, promise.seq_id] = promise
-        promise.outcome.add_done_callback(
-            lambda _: self._ended.append((self._clock(), promise))
-        )
+        if promise.outcome.done():
+            self._ended.append((self._clock(), promise))
+        else:
+            promise.outcome.add_done_callback(lambda _: self._note_end(promise))
         return promise
+
+    def _note_end(self, promise: Promise) -> None:
+        self._ended.append((self._clock(), promise))
+        for listener in self.listeners:
+            listener(promise)
 
     def _recall(self, logged: Logged) -> Promise:
         """Makes the promise of an operation that is in the ledger."""
