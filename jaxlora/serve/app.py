@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import pathlib
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
+from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub, HubSettings
@@ -43,7 +45,11 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router, jobs.router)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
+    tinker.router,
+    jobs.router,
+    page.router,
+)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -78,12 +84,18 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
     limits = Limits(config, registry)
+    versions = folder / "versions"  # what an earlier process has left is in no use
+    shutil.rmtree(versions, ignore_errors=True)
+    versions.mkdir(mode=0o700)
     hub = Hub(
-        Engine(model, config.session),
-        storage,
-        database,
-        HubSettings(keep_seconds=config.retention.promise_seconds),
+        *(Engine(model, config.session), storage, database),
+        HubSettings(
+            keep_seconds=config.retention.promise_seconds,
+            sampler_seconds=config.retention.sampler_seconds,
+        ),
+        config.sampling,
         limits=limits,
+        folder=versions,
     )
     return Server(
         config=config,
@@ -122,6 +134,7 @@ def make_app(server: Server) -> FastAPI:
     # The last one is the outermost.
     app.add_middleware(BodyLimits, limits=server.config.limits)
     app.add_middleware(Guard, server=server)
+    metrics.install(app, server.hub)
     return app
 
 
