@@ -49,7 +49,8 @@ class TokenBucket:
     def wait(self, now: float) -> float:
         """Returns the seconds until a request may begin."""
         self._fill(now)
-        return max(0.0, -self._level / self.rate)
+        wait = -self._level / self.rate
+        return wait if wait > 1e-6 else 0.0  # less may be too little for a clock
 
     def take(self, tokens: float, now: float) -> None:
         """Takes the tokens of a request that begins."""

@@ -1,6 +1,7 @@
 """Datums: the tokens that a caller trains on, and what each position counts."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -155,7 +156,7 @@ class ChosenLoss:
         settings = {}
         for key, value in {**known, **given}.items():
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number or not np.isfinite(value):
+            if not is_number or not math.isfinite(value):
                 raise ConfigError(
                     f"{key}={value!r} of the loss {name} must be a finite number. Set "
                     f"loss_config={{{key!r}: ...}}."
