@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 
-from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
 from jaxlora.errors import ConfigError, DeviceError, JaxloraError, StorageError
@@ -70,6 +69,7 @@ from jaxlora.session.operations import (
     pass_call,
 )
 from jaxlora.session.published import Version
+from jaxlora.session.residence import WholeState
 from jaxlora.session.samples import OnTokens, SampleCall, SampleResult, Samples
 from jaxlora.session.state_file import write_state
 
@@ -127,6 +127,7 @@ class Hub:
     Attributes:
         died: Gets the error that has ended the hub for good, if one does: the process
             has to be restarted then. Nothing that was accepted is lost.
+        listeners: Are called with each promise that gets its outcome, by any thread.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Hub:
         self._ledger = Ledger(database)
         self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
+        self.listeners: list[Callable[[Promise], None]] = []
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
         self._promises: dict[str, Promise] = {}
@@ -271,8 +273,10 @@ class Hub:
         """
         while True:
             with self._lock:
+                known = self._models.get(model)
+                last = 0 if known is None else known.next_seq - 1
                 numbers = [seq_id for one, seq_id in self._by_number if one == model]
-            promise = self.submit(tenant, model, max(numbers, default=0) + 1, operation)
+            promise = self.submit(tenant, model, max([last, *numbers]) + 1, operation)
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 
@@ -339,7 +343,12 @@ class Hub:
             models = [*self._models.values()]
         now = self._clock()
         shown = [one.status(now) for one in models if not one.is_unloaded]
-        return self._meter.status(shown, *self._health())
+        return dataclasses.replace(
+            self._meter.status(shown, *self._health()),
+            commits=self._ledger.commits,
+            commits_seconds=self._ledger.commits_seconds,
+            commit_seconds=self._ledger.last_seconds,
+        )
 
     def _health(self) -> tuple[Health, str | None]:
         if self.died.done():
@@ -382,10 +391,16 @@ class Hub:
     def _add(self, promise: Promise) -> Promise:
         self._promises[promise.request_id] = promise
         self._by_number[promise.model, promise.seq_id] = promise
-        promise.outcome.add_done_callback(
-            lambda _: self._ended.append((self._clock(), promise))
-        )
+        if promise.outcome.done():
+            self._ended.append((self._clock(), promise))
+        else:
+            promise.outcome.add_done_callback(lambda _: self._note_end(promise))
         return promise
+
+    def _note_end(self, promise: Promise) -> None:
+        self._ended.append((self._clock(), promise))
+        for listener in self.listeners:
+            listener(promise)
 
     def _recall(self, logged: Logged) -> Promise:
         """Makes the promise of an operation that is in the ledger."""
@@ -544,7 +559,9 @@ class Hub:
                 self._close(model)
                 name = model.id.replace(":", "-")  # that of a job, which is a folder's
                 adapter = new_adapter(self._engine, name, **dataclasses.asdict(create))
-                model.adapter = self._engine.open(model.id, adapter)
+                model.adapter = self._engine.open(
+                    model.id, adapter, tenant=model.tenant
+                )
                 model.is_unloaded = False
             case Load() as load:
                 self._fetch(model, promise, load)
@@ -804,7 +821,11 @@ class Hub:
     ) -> None:
         self._close(model)
         one = model.adapter = open_saved(
-            self._engine, model.id, path, with_optimizer=load.with_optimizer
+            self._engine,
+            model.id,
+            path,
+            with_optimizer=load.with_optimizer,
+            tenant=model.tenant,
         )
         steps = model.steps = one.num_steps
         model.is_unloaded = False
@@ -922,7 +943,7 @@ class Hub:
         model: Model,
         seq_id: int,
         one: OpenAdapter,
-        copy: Callable[[], ParkedSlot],
+        copy: Callable[[], WholeState],
         steps: int,
     ) -> str:
         """Writes a snapshot; returns its key. Any thread may call this."""
@@ -994,7 +1015,7 @@ class Hub:
                 continue
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path)
+                model.adapter = open_saved(engine, model.id, path, tenant=model.tenant)
             except DeviceError:
                 raise
             except JaxloraError as error:
@@ -1045,6 +1066,9 @@ class Hub:
             if model.running and not isinstance(promise.operation, Pass | Step):
                 self._engine.drain()
             self._begin(model, promise)
+            while model.is_blocked:
+                wait([*self._working])
+                self._take_messages()
         call = model.running.get(part.seq_id)
         if isinstance(call, PassCall) and part.number not in call.waiting:
             return None
@@ -1102,7 +1126,7 @@ class Hub:
         wait([*self._working])
         self._take_late_messages()
         try:
-            self._engine = Engine(self._engine.model, self._engine.config)
+            self._engine = self._engine.anew()
             self._samples.renew(self._engine)
         except Exception as again:
             return self._die(again)
