@@ -353,6 +353,12 @@ class Jobs:
             raise NotFound(f"there is no job {name!r:.120}.")
         return job
 
+    def with_adapters(self, tenant: str) -> list[Job]:
+        """Returns a tenant's jobs that have an adapter, the newest first."""
+        jobs = [*self._jobs.values()]
+        own = [job for job in jobs if job.tenant == tenant and job.adapter]
+        return sorted(own, key=lambda job: -job.created_at)
+
     async def add(self, tenant: str, settings: LoraJob) -> dict[str, Any]:
         """Adds a job, and returns its description.
 
