@@ -2,10 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from jaxlora.config.strict import (
     AtLeastOne,
     Fraction,
     NonNegativeFloat,
+    Number,
     OneOrMore,
     PositiveInt,
     StrictModel,
@@ -56,6 +59,27 @@ class SessionConfig(StrictModel):
     remat: Literal["none", "elementwise", "mlp", "layer"] = "none"
     implementation: Literal["auto", "mosaic", "triton", "xla"] = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
+
+
+class SamplingConfig(StrictModel):
+    """Settings of sampling beside training.
+
+    Attributes:
+        versions: Number of published versions that are on the device at the same time;
+            others wait in files.
+        rows: Most sequences of a similar length that are generated together.
+        cache_tokens: Tokens of all sequences that the caches of keys and values hold,
+            padding included, which bounds their memory. Further sequences wait.
+        part_tokens: Tokens of a prompt that run at once. A prompt's last part is padded
+            to so many, and rows of the cache hold at least twice as many.
+        share: Share of the time that sampling has while there is training, too.
+    """
+
+    versions: PositiveInt = 16
+    rows: PositiveInt = 64
+    cache_tokens: PositiveInt = 65536
+    part_tokens: PositiveInt = 256
+    share: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.5
 
 
 class AdamParams(StrictModel):
