@@ -412,14 +412,17 @@ class Batch:
         self.queue(num_steps)
         self.settle()
 
-    def queue(self, num_steps: int = MAX_STEPS) -> None:
+    def queue(self, num_steps: int = MAX_STEPS) -> int:
         """Queues the next part of prompts, or up to so many tokens of each sequence.
 
         Nothing may be queued that is not settled, except for parts of prompts.
+
+        Returns:
+            Number of tokens of each sequence that are queued.
         """
         if self._parts:
             self._parts.popleft()()
-            return
+            return 0
         assert self._queued is None
         rows = [row if self._is_taken(row) else None for row in self._rows]
         left = max(
@@ -427,16 +430,18 @@ class Batch:
             for row in rows
             if row is not None
         )
+        num_steps = min(num_steps, MAX_STEPS, left)
         self._state, *made = self._programs.decode(
             self._state,
             self.decoder.weights(),
             self._sequences(rows),
-            np.int32(min(num_steps, MAX_STEPS, left)),
+            np.int32(num_steps),
         )
         self._queued = rows, made
+        return num_steps
 
     def settle(self) -> None:
-        """Waits for tokens and scores that are queued, if any are, and takes them."""
+        """Waits for what is queued, and takes its tokens and scores."""
         for sequences, num_new, scores in self._scored:
             own = jax.device_get(scores)
             for i, row in enumerate(sequences):
@@ -445,6 +450,7 @@ class Batch:
                     row.answer.scores.append(part)
         self._scored.clear()
         if self._queued is None:
+            jax.block_until_ready(self._state.logits)
             return
         rows, made = self._queued
         token_ids, logprobs = jax.device_get(made)

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import pathlib
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -17,14 +18,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from jaxlora.config.serve_config import ServeConfig
-from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
 from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub
+from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
@@ -42,7 +44,11 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router, page.router)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
+    tinker.router,
+    jobs.router,
+    page.router,
+)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -76,10 +82,22 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         )
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
+    versions = folder / "versions"  # what an earlier process has left is in no use
+    shutil.rmtree(versions, ignore_errors=True)
+    versions.mkdir(mode=0o700)
+    hub = Hub(
+        *(Engine(model, config.session), storage, database),
+        HubSettings(
+            keep_seconds=config.retention.promise_seconds,
+            sampler_seconds=config.retention.sampler_seconds,
+        ),
+        config.sampling,
+        folder=versions,
+    )
     return Server(
         config=config,
         database=database,
-        hub=Hub(Engine(model, config.session), storage, database),
+        hub=hub,
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,
@@ -209,7 +227,11 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
                 "ssl_keyfile": config.tls.key,
             }
             _check_tls(config.tls.certificate, config.tls.key)
-        stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        try:
+            stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        except CheckpointError as error:
+            owner = str(error).partition(" Two runs cannot share")[0]
+            raise ConfigError(f"{owner} Stop that, or set another folder.") from None
         app = make_app(make_server(config))
         settings = uvicorn.Config(
             app,
@@ -234,8 +256,12 @@ def _bind(config: ServeConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
         bound = socket.socket(family)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"the server cannot listen on port {config.port} of {config.host}: "

@@ -17,9 +17,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 
-from jaxlora.adapters.parked_slot import ParkedSlot
+from jaxlora.common.job_name import BASE
+from jaxlora.config.session_config import SamplingConfig
 from jaxlora.errors import ConfigError, DeviceError, JaxloraError, StorageError
 from jaxlora.serve.database import Database
 from jaxlora.serve.ledger import (
@@ -67,6 +68,9 @@ from jaxlora.session.operations import (
     open_saved,
     pass_call,
 )
+from jaxlora.session.published import Version
+from jaxlora.session.residence import WholeState
+from jaxlora.session.samples import OnTokens, SampleCall, SampleResult, Samples
 from jaxlora.session.state_file import write_state
 
 logger = logging.getLogger(__name__)
@@ -104,12 +108,15 @@ class HubSettings:
             What came after a snapshot is computed again after a crash.
         gap_seconds: A missing number of an operation is waited for so long.
         keep_seconds: Outcomes are kept so long.
+        sampler_seconds: Published versions are kept so long after their last use. Those
+            that are in the storage, too, are opened again.
     """
 
     snapshot_steps: int = 50
     snapshot_seconds: float = 120.0
     gap_seconds: float = 600.0
     keep_seconds: float = 3600.0
+    sampler_seconds: float = 3600.0
 
 
 class Hub:
@@ -129,7 +136,9 @@ class Hub:
         storage: Storage,
         database: Database,
         settings: HubSettings | None = None,
+        sampling: SamplingConfig | None = None,
         *,
+        folder: pathlib.Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Makes a hub, which `start` starts.
@@ -139,6 +148,8 @@ class Hub:
             storage: Where checkpoints and snapshots are.
             database: Where the ledger is.
             settings: Settings; None: the defaults.
+            sampling: Settings of sampling; None: the defaults.
+            folder: See `Published`.
             clock: Returns seconds, for gaps and snapshots.
 
         Raises:
@@ -148,6 +159,7 @@ class Hub:
         self._engine, self._storage = engine, storage
         self._settings, self._clock = settings or HubSettings(), clock
         self._ledger = Ledger(database)
+        self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
         self.listeners: list[Callable[[Promise], None]] = []
         self._lock = threading.Lock()
@@ -189,6 +201,8 @@ class Hub:
             StorageError: The database cannot be read.
         """
         self._remember(self._ledger.read())
+        # Nobody could ask for an outcome while the server was down.
+        self._next_forgetting = self._clock() + self._settings.keep_seconds
         self._thread.start()
 
     def stop(self) -> None:
@@ -259,15 +273,19 @@ class Hub:
         """
         while True:
             with self._lock:
+                known = self._models.get(model)
+                last = 0 if known is None else known.next_seq - 1
                 numbers = [seq_id for one, seq_id in self._by_number if one == model]
-            promise = self.submit(tenant, model, max(numbers, default=0) + 1, operation)
+            promise = self.submit(tenant, model, max([last, *numbers]) + 1, operation)
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 
     def knows(self, model: str, seq_id: int) -> bool:
-        """Whether an operation of a model was accepted under a number."""
+        """Whether an operation of a model was taken by a number."""
         with self._lock:
-            return (model, seq_id) in self._by_number
+            known = self._models.get(model)
+            has_begun = known is not None and seq_id < known.next_seq
+            return has_begun or (model, seq_id) in self._by_number
 
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.
@@ -283,6 +301,36 @@ class Hub:
                 with self._lock:
                     found = self._promises.get(request_id) or self._recall(logged)
         return found if found is not None and found.tenant == tenant else None
+
+    def sample(
+        self,
+        tenant: str,
+        call: SampleCall,
+        key: str | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Future[SampleResult | Failed]:
+        """Draws samples. They are in no ledger, and gone when the server ends.
+
+        Args:
+            tenant: The tenant that asks, whose version it is.
+            call: The call.
+            key: Key in the storage of the version's folder, from which it is opened if
+                it is not there; None: it has none.
+            on_tokens: Called in the engine's thread with new tokens; see `Samples`.
+
+        Returns:
+            The result. To cancel it ends the call.
+
+        Raises:
+            Unavailable: Nothing can be accepted at the moment.
+        """
+        call = dataclasses.replace(call, tenant=tenant)
+        outcome: Future[SampleResult | Failed] = Future()
+        with self._lock:
+            self._check_accepts()
+        begin = functools.partial(self._begin_sampling, call, outcome, on_tokens)
+        self._inbox.put(lambda: self._open_version(call, key, outcome, begin))
+        return outcome
 
     def waiting(self) -> Waiting:
         """Returns why promises without an outcome have none."""
@@ -418,7 +466,8 @@ class Hub:
                 self._tick()
             if is_idle:
                 self._meter.begin()
-            is_idle = not (self._start() or self._engine.advance())
+            train = self._engine.advance
+            is_idle = not (self._start() or self._samples.turn(train))
 
     def _take_messages(self, timeout: float | None = None) -> bool:
         """Does what other threads have asked for; returns whether to go on.
@@ -448,6 +497,7 @@ class Hub:
                 self._fail_model(model)
             self._snapshot_if_due(model)
         self._drop_ended()
+        self._samples.published.release_unused(self._settings.sampler_seconds)
         if now >= self._next_forgetting and self._ledger.trouble is None:
             self._next_forgetting = now + _FORGET_SECONDS
             self._ledger.forget(self._settings.keep_seconds)
@@ -509,7 +559,9 @@ class Hub:
                 self._close(model)
                 name = model.id.replace(":", "-")  # that of a job, which is a folder's
                 adapter = new_adapter(self._engine, name, **dataclasses.asdict(create))
-                model.adapter = self._engine.open(model.id, adapter)
+                model.adapter = self._engine.open(
+                    model.id, adapter, tenant=model.tenant
+                )
                 model.is_unloaded = False
             case Load() as load:
                 self._fetch(model, promise, load)
@@ -520,8 +572,9 @@ class Hub:
             case Save() as save:
                 self._save(model, promise, save)
                 return
-            case Publish():
-                raise ConfigError("this server does not sample yet.")
+            case Publish() as publish:
+                self._publish(model, promise, publish)
+                return
             case Refused() as refused:
                 raise ConfigError(refused.message)
             case Unload():
@@ -582,14 +635,7 @@ class Hub:
 
     def _fail(self, promise: Promise, error: Exception) -> None:
         """Ends an operation by an error."""
-        if not isinstance(error, JaxloraError):
-            logger.error("operation %s has failed", promise.request_id, exc_info=error)
-            message = "the server has made an error, which its log tells."
-            self._finish(promise, Failed(message=message, category="server"))
-            return
-        is_ours = isinstance(error, StorageError | DeviceError)
-        category = "server" if is_ours else "user"
-        self._finish(promise, Failed(message=str(error), category=category))
+        self._finish(promise, _failure(error, f"operation {promise.request_id}"))
 
     def _fail_model(self, model: Model) -> None:
         """Ends a model whose next operation does not come."""
@@ -646,6 +692,50 @@ class Hub:
 
         self._work_on(run)
 
+    def _open_version(
+        self,
+        call: SampleCall,
+        key: str | None,
+        outcome: Future[SampleResult | Failed],
+        begin: Callable[[], None],
+    ) -> None:
+        """Begins a call for samples after its version is opened."""
+        published = self._samples.published
+        if call.version == BASE or published.knows(call.version) or key is None:
+            begin()
+            return
+
+        def read() -> None:
+            try:
+                version = published.read_folder(self._storage.fetch(key))
+            except Exception as error:
+                _end_sampling(outcome, error)
+            else:
+                self._inbox.put(lambda: add(version))
+
+        def add(version: Version) -> None:
+            if not published.knows(call.version):  # else another call has opened it
+                published.add(call.version, version)
+            begin()
+
+        self._work_on(read)
+
+    def _begin_sampling(
+        self,
+        call: SampleCall,
+        outcome: Future[SampleResult | Failed],
+        on_tokens: OnTokens | None,
+    ) -> None:
+        end = functools.partial(_end_sampling, outcome)
+        try:
+            self._samples.submit(call, end, end, on_tokens)
+        except JaxloraError as error:
+            end(error)
+        cancel = lambda: self._samples.cancel(call)
+        outcome.add_done_callback(
+            lambda done: self._inbox.put(cancel) if done.cancelled() else None
+        )
+
     def _work_on(self, run: Callable[[], None]) -> None:
         """Runs a function in another thread."""
         with contextlib.suppress(RuntimeError):  # the hub has ended
@@ -653,10 +743,40 @@ class Hub:
             self._working.add(task)
             task.add_done_callback(self._working.discard)
 
-    def _save(self, model: Model, promise: Promise, save: Save) -> None:
+    def _publish(self, model: Model, promise: Promise, publish: Publish) -> None:
+        """Copies an adapter for sampling, after its files are written if it has some.
+
+        So a version is never another one than that of its files.
+        """
+
+        def copy() -> None:
+            published, one = self._samples.published, _opened(model)
+            published.publish(publish.sampler, one, promise.request_id)
+            self._finish(promise, Done())
+
+        if publish.checkpoint is None:
+            _opened(model)
+            copy()
+        else:
+            save = Save(checkpoint=publish.checkpoint, kind="adapter")
+            self._save(model, promise, save, then=copy)
+
+    def _save(
+        self,
+        model: Model,
+        promise: Promise,
+        save: Save,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         """Writes a checkpoint, which is immutable: what is there is not replaced.
 
         After a crash, what is there may be what this operation has written.
+
+        Args:
+            model: The model.
+            promise: The operation.
+            save: What to write.
+            then: What this thread does at the end; None: it finishes the operation.
         """
         one, key = _opened(model), save.checkpoint
         begin = begin_state_file if save.kind == "state" else begin_folder
@@ -673,7 +793,7 @@ class Hub:
                     promise.has_begun = True
                 with self._storage.writing(key) as path:
                     write(path)
-            return lambda: self._finish(promise, Done())
+            return then or (lambda: self._finish(promise, Done()))
 
         self._elsewhere(model, promise, work)
 
@@ -701,7 +821,11 @@ class Hub:
     ) -> None:
         self._close(model)
         one = model.adapter = open_saved(
-            self._engine, model.id, path, with_optimizer=load.with_optimizer
+            self._engine,
+            model.id,
+            path,
+            with_optimizer=load.with_optimizer,
+            tenant=model.tenant,
         )
         steps = model.steps = one.num_steps
         model.is_unloaded = False
@@ -819,7 +943,7 @@ class Hub:
         model: Model,
         seq_id: int,
         one: OpenAdapter,
-        copy: Callable[[], ParkedSlot],
+        copy: Callable[[], WholeState],
         steps: int,
     ) -> str:
         """Writes a snapshot; returns its key. Any thread may call this."""
@@ -891,7 +1015,7 @@ class Hub:
                 continue
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path)
+                model.adapter = open_saved(engine, model.id, path, tenant=model.tenant)
             except DeviceError:
                 raise
             except JaxloraError as error:
@@ -942,6 +1066,9 @@ class Hub:
             if model.running and not isinstance(promise.operation, Pass | Step):
                 self._engine.drain()
             self._begin(model, promise)
+            while model.is_blocked:
+                wait([*self._working])
+                self._take_messages()
         call = model.running.get(part.seq_id)
         if isinstance(call, PassCall) and part.number not in call.waiting:
             return None
@@ -999,7 +1126,8 @@ class Hub:
         wait([*self._working])
         self._take_late_messages()
         try:
-            self._engine = Engine(self._engine.model, self._engine.config)
+            self._engine = self._engine.anew()
+            self._samples.renew(self._engine)
         except Exception as again:
             return self._die(again)
         return True
@@ -1053,6 +1181,25 @@ def _opened(model: Model) -> OpenAdapter:
             "unloaded. Create another."
         )
     return model.adapter
+
+
+def _failure(error: Exception, what: str) -> Failed:
+    """Returns what a client is told of an error, which may be ours."""
+    if not isinstance(error, JaxloraError):
+        logger.error("%s has failed", what, exc_info=error)
+        message = "the server has made an error, which its log tells."
+        return Failed(message=message, category="server")
+    is_ours = isinstance(error, StorageError | DeviceError)
+    return Failed(message=str(error), category="server" if is_ours else "user")
+
+
+def _end_sampling(
+    outcome: Future[SampleResult | Failed], found: SampleResult | Exception
+) -> None:
+    """Ends a call for samples by its result, or by an error."""
+    is_error = isinstance(found, Exception)
+    with contextlib.suppress(InvalidStateError):  # it was cancelled
+        outcome.set_result(_failure(found, "a sample") if is_error else found)
 
 
 def _snapshots(model: Model) -> str:
