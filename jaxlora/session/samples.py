@@ -381,7 +381,6 @@ class Samples:
             prompts.setdefault(key, []).append(asked)
         # Prompts of similar length share parts, which so have little padding.
         order = sorted(prompts, key=lambda key: (-1 if key[0] is None else key[0], key))
-        lane.batch.decoder = self.published.decoder
         for _, some in itertools.groupby(order, key=lambda key: key[0]):
             groups = [prompts[key] for key in some]
             requests = [self._requests(group) for group in groups]
@@ -475,6 +474,7 @@ class Samples:
             return
         lane = lanes[0]
         lane.last_turn = next(self._turns)
+        lane.batch.decoder = self.published.decoder  # versions may have come since
         # It is ready when all is done that was queued before.
         mark = self._mark()
         steps = lane.batch.queue(max(int(_PIECE_SECONDS / lane.step_seconds), 1))

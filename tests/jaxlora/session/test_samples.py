@@ -154,6 +154,20 @@ def test_more_versions_than_slots(published, tmp_path):
         drawn(samples, call("a1"))
 
 
+def test_versions_come_and_go_while_samples_are_drawn(published):
+    session, samples = published(CONFIG.replace(versions=3))
+    one, found = call("a1", max_tokens=90), []
+    (wanted,) = drawn(samples, one)
+    samples.submit(one, found.append, found.append)
+    for number in range(3):
+        samples.advance()
+        name = f"new{number}"
+        samples.published.publish(name, session._engine.adapters["b"])
+    while samples.advance():
+        pass
+    assert tokens(found[0]) == tokens(wanted)
+
+
 def test_a_release_waits_for_the_calls_that_need_the_version(published):
     _, samples = published()
     (wanted,) = drawn(samples, call("a1"))
