@@ -179,7 +179,11 @@ class SlotTable:
         """Pads an adapter to the rows of a slot; any thread may call this."""
         tensors = adapter.by_path()
         shapes = {path: array.shape for path, array in tensors.items()}
-        return PaddedAdapter(adapter, shapes, self._padded(PARAMS, tensors))
+        return PaddedAdapter(adapter, shapes, self.pad_tensors(tensors))
+
+    def pad_tensors(self, tensors: Mapping[str, np.ndarray]) -> Rows:
+        """Pads tensors that are like weights, by path, to the rows of a slot."""
+        return self._padded(PARAMS, tensors)
 
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         """Puts an adapter into a slot, with its optimizer's state at the start.
@@ -218,6 +222,40 @@ class SlotTable:
         shapes = {path: array.shape for path, array in parked.params.items()}
         self._activate(slot, like, shapes, parked.optimizer)
 
+    def lift(self, slot: int) -> dict[Kind, jax.Array]:
+        """Queues a copy of the rows of a slot by kind, flat and with their padding."""
+        number = np.int32(slot)
+        return {kind: self._read_slot(own, number) for kind, own in self.kept.items()}
+
+    def lower(self, slot: int, flat: Mapping[Kind, np.ndarray], like: Adapter) -> None:
+        """Puts rows that `lift` has copied into a slot, which need not be the same.
+
+        Args:
+            slot: A slot, whose state is replaced.
+            flat: The rows, on the host, of an adapter that AdamW trains.
+            like: The adapter as it was loaded.
+        """
+        rows = {kind: self.divide(kind, own) for kind, own in flat.items()}
+        self._write(slot, rows)
+        shapes = {path: array.shape for path, array in like.by_path().items()}
+        self._activate(slot, like, shapes, ADAMW.name)
+
+    def unpad(
+        self, flat: Mapping[Kind, np.ndarray], like: Adapter
+    ) -> dict[Kind, dict[str, np.ndarray]]:
+        """Returns rows that `lift` has copied by kind and path, without padding.
+
+        Args:
+            flat: The rows; of other kinds, those that are like weights.
+            like: The adapter as it was loaded.
+        """
+        shapes = {path: array.shape for path, array in like.by_path().items()}
+        found = {}
+        for kind, own in flat.items():
+            rows = self.divide(kind, own)
+            found[kind] = _own(to_paths(self._stacks(rows), rows), shapes)
+        return found
+
     def _activate(
         self, slot: int, adapter: Adapter, shapes: Mapping[str, Shape], optimizer: str
     ) -> None:
@@ -230,12 +268,16 @@ class SlotTable:
         """Whether a slot has an adapter in it."""
         return slot in self._shapes
 
-    def clear(self, slot: int) -> None:
-        """Empties a slot: weights, optimizer state and settings."""
-        self._write(slot, {})
+    def forget(self, slot: int) -> None:
+        """Empties a slot, whose rows stay until others are written."""
         self._shapes.pop(slot, None)
         self._optimizers.pop(slot, None)
         self._settings.set({slot: None})
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot: weights, optimizer state and settings."""
+        self._write(slot, {})
+        self.forget(slot)
         if self._reference is not None:
             self._reference.clear(slot)
 
@@ -328,16 +370,24 @@ class SlotTable:
         return rows
 
     def _by_path(self, kind: Kind, flat: np.ndarray) -> Rows:
-        """Divides what `read_slot_rows` has joined."""
-        tables = self._tables[kind]
+        rows = self.divide(kind, flat)
+        return to_paths(self._stacks(rows), rows)
+
+    def divide(self, kind: Kind, flat: np.ndarray) -> Rows:
+        """Returns views of what `read_slot_rows` has joined, by name of the stack.
+
+        Args:
+            kind: Its kind; of another kind, it is like weights.
+            flat: The rows.
+        """
+        tables = self._tables.get(kind, self._tables[PARAMS])
         shapes = {name: tables[name].shape[1:] for name in sorted(tables)}
         ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
         parts = np.split(flat, ends[:-1])
-        rows = {
+        return {
             name: part.reshape(shape)
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
-        return to_paths(self._stacks(rows), rows)
 
     def _padded(self, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Rows:
         """Returns the rows of a slot for tensors by path, and zeros for the others."""

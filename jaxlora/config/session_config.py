@@ -32,7 +32,8 @@ class SessionConfig(StrictModel):
     """Settings of a session; they are compiled into its programs.
 
     Attributes:
-        slots: Number of adapters that are open at the same time.
+        slots: Number of adapters on the device. Further ones wait in the host's memory
+            for their turn.
         rank: Largest rank of an adapter.
         target_modules: Linears that adapters may adapt, as in `LoraJob`.
         microbatch_tokens: Tokens of a microbatch, padding included, and of the longest
@@ -40,8 +41,8 @@ class SessionConfig(StrictModel):
             with the smallest one that holds it.
         block_tokens: Tokens of a block; each adapter's part of a microbatch fills whole
             blocks.
-        adapters_per_microbatch: Most adapters in a microbatch if some targets are
-            linears of experts, as in `RunConfig`.
+        adapters_per_microbatch: Most adapters in a microbatch, for whose gradients it
+            needs memory; None: 16, or 4 if some targets are linears of experts.
         remat: Part of each layer that the backward pass recomputes, as in `RunConfig`.
         implementation: Which LoRA kernels run, as in `RunConfig`.
         attention: Attention implementation, as in `RunConfig`.
@@ -54,7 +55,7 @@ class SessionConfig(StrictModel):
     target_modules: Texts = "all-linear"
     microbatch_tokens: Annotated[tuple[Tokens, ...], AtLeastOne, OneOrMore] = (2048,)
     block_tokens: Tokens = 64
-    adapters_per_microbatch: PositiveInt = 4
+    adapters_per_microbatch: PositiveInt | None = None
     remat: Literal["none", "elementwise", "mlp", "layer"] = "none"
     implementation: Literal["auto", "mosaic", "triton", "xla"] = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"

@@ -18,13 +18,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from jaxlora.config.serve_config import ServeConfig
-from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
+from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
@@ -42,7 +44,11 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router,)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
+    tinker.router,
+    jobs.router,
+    page.router,
+)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -121,6 +127,7 @@ def make_app(server: Server) -> FastAPI:
     # The last one is the outermost.
     app.add_middleware(BodyLimits, limits=server.config.limits)
     app.add_middleware(Guard, server=server)
+    metrics.install(app, server.hub)
     return app
 
 
@@ -220,7 +227,11 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
                 "ssl_keyfile": config.tls.key,
             }
             _check_tls(config.tls.certificate, config.tls.key)
-        stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        try:
+            stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        except CheckpointError as error:
+            owner = str(error).partition(" Two runs cannot share")[0]
+            raise ConfigError(f"{owner} Stop that, or set another folder.") from None
         app = make_app(make_server(config))
         settings = uvicorn.Config(
             app,
@@ -245,8 +256,12 @@ def _bind(config: ServeConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
         bound = socket.socket(family)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"the server cannot listen on port {config.port} of {config.host}: "

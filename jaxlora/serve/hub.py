@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 
-from jaxlora.adapters.parked_slot import ParkedSlot
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
 from jaxlora.errors import ConfigError, DeviceError, JaxloraError, StorageError
@@ -70,7 +69,8 @@ from jaxlora.session.operations import (
     pass_call,
 )
 from jaxlora.session.published import Version
-from jaxlora.session.samples import SampleCall, SampleResult, Samples
+from jaxlora.session.residence import WholeState
+from jaxlora.session.samples import OnTokens, SampleCall, SampleResult, Samples
 from jaxlora.session.state_file import write_state
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,7 @@ class Hub:
     Attributes:
         died: Gets the error that has ended the hub for good, if one does: the process
             has to be restarted then. Nothing that was accepted is lost.
+        listeners: Are called with each promise that gets its outcome, by any thread.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Hub:
         self._ledger = Ledger(database)
         self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
+        self.listeners: list[Callable[[Promise], None]] = []
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
         self._promises: dict[str, Promise] = {}
@@ -199,6 +201,8 @@ class Hub:
             StorageError: The database cannot be read.
         """
         self._remember(self._ledger.read())
+        # Nobody could ask for an outcome while the server was down.
+        self._next_forgetting = self._clock() + self._settings.keep_seconds
         self._thread.start()
 
     def stop(self) -> None:
@@ -269,15 +273,19 @@ class Hub:
         """
         while True:
             with self._lock:
+                known = self._models.get(model)
+                last = 0 if known is None else known.next_seq - 1
                 numbers = [seq_id for one, seq_id in self._by_number if one == model]
-            promise = self.submit(tenant, model, max(numbers, default=0) + 1, operation)
+            promise = self.submit(tenant, model, max([last, *numbers]) + 1, operation)
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 
     def knows(self, model: str, seq_id: int) -> bool:
-        """Whether an operation of a model was accepted under a number."""
+        """Whether an operation of a model was taken by a number."""
         with self._lock:
-            return (model, seq_id) in self._by_number
+            known = self._models.get(model)
+            has_begun = known is not None and seq_id < known.next_seq
+            return has_begun or (model, seq_id) in self._by_number
 
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.
@@ -295,7 +303,11 @@ class Hub:
         return found if found is not None and found.tenant == tenant else None
 
     def sample(
-        self, tenant: str, call: SampleCall, key: str | None = None
+        self,
+        tenant: str,
+        call: SampleCall,
+        key: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Future[SampleResult | Failed]:
         """Draws samples. They are in no ledger, and gone when the server ends.
 
@@ -304,6 +316,7 @@ class Hub:
             call: The call.
             key: Key in the storage of the version's folder, from which it is opened if
                 it is not there; None: it has none.
+            on_tokens: Called in the engine's thread with new tokens; see `Samples`.
 
         Returns:
             The result. To cancel it ends the call.
@@ -315,7 +328,8 @@ class Hub:
         outcome: Future[SampleResult | Failed] = Future()
         with self._lock:
             self._check_accepts()
-        self._inbox.put(lambda: self._open_and_sample(call, key, outcome))
+        begin = functools.partial(self._begin_sampling, call, outcome, on_tokens)
+        self._inbox.put(lambda: self._open_version(call, key, outcome, begin))
         return outcome
 
     def waiting(self) -> Waiting:
@@ -329,7 +343,12 @@ class Hub:
             models = [*self._models.values()]
         now = self._clock()
         shown = [one.status(now) for one in models if not one.is_unloaded]
-        return self._meter.status(shown, *self._health())
+        return dataclasses.replace(
+            self._meter.status(shown, *self._health()),
+            commits=self._ledger.commits,
+            commits_seconds=self._ledger.commits_seconds,
+            commit_seconds=self._ledger.last_seconds,
+        )
 
     def _health(self) -> tuple[Health, str | None]:
         if self.died.done():
@@ -372,10 +391,16 @@ class Hub:
     def _add(self, promise: Promise) -> Promise:
         self._promises[promise.request_id] = promise
         self._by_number[promise.model, promise.seq_id] = promise
-        promise.outcome.add_done_callback(
-            lambda _: self._ended.append((self._clock(), promise))
-        )
+        if promise.outcome.done():
+            self._ended.append((self._clock(), promise))
+        else:
+            promise.outcome.add_done_callback(lambda _: self._note_end(promise))
         return promise
+
+    def _note_end(self, promise: Promise) -> None:
+        self._ended.append((self._clock(), promise))
+        for listener in self.listeners:
+            listener(promise)
 
     def _recall(self, logged: Logged) -> Promise:
         """Makes the promise of an operation that is in the ledger."""
@@ -534,7 +559,9 @@ class Hub:
                 self._close(model)
                 name = model.id.replace(":", "-")  # that of a job, which is a folder's
                 adapter = new_adapter(self._engine, name, **dataclasses.asdict(create))
-                model.adapter = self._engine.open(model.id, adapter)
+                model.adapter = self._engine.open(
+                    model.id, adapter, tenant=model.tenant
+                )
                 model.is_unloaded = False
             case Load() as load:
                 self._fetch(model, promise, load)
@@ -665,13 +692,17 @@ class Hub:
 
         self._work_on(run)
 
-    def _open_and_sample(
-        self, call: SampleCall, key: str | None, outcome: Future[SampleResult | Failed]
+    def _open_version(
+        self,
+        call: SampleCall,
+        key: str | None,
+        outcome: Future[SampleResult | Failed],
+        begin: Callable[[], None],
     ) -> None:
-        """Gives a call to the sampler, after its version is opened."""
+        """Begins a call for samples after its version is opened."""
         published = self._samples.published
         if call.version == BASE or published.knows(call.version) or key is None:
-            self._begin_sampling(call, outcome)
+            begin()
             return
 
         def read() -> None:
@@ -685,16 +716,19 @@ class Hub:
         def add(version: Version) -> None:
             if not published.knows(call.version):  # else another call has opened it
                 published.add(call.version, version)
-            self._begin_sampling(call, outcome)
+            begin()
 
         self._work_on(read)
 
     def _begin_sampling(
-        self, call: SampleCall, outcome: Future[SampleResult | Failed]
+        self,
+        call: SampleCall,
+        outcome: Future[SampleResult | Failed],
+        on_tokens: OnTokens | None,
     ) -> None:
         end = functools.partial(_end_sampling, outcome)
         try:
-            self._samples.submit(call, end, end)
+            self._samples.submit(call, end, end, on_tokens)
         except JaxloraError as error:
             end(error)
         cancel = lambda: self._samples.cancel(call)
@@ -787,7 +821,11 @@ class Hub:
     ) -> None:
         self._close(model)
         one = model.adapter = open_saved(
-            self._engine, model.id, path, with_optimizer=load.with_optimizer
+            self._engine,
+            model.id,
+            path,
+            with_optimizer=load.with_optimizer,
+            tenant=model.tenant,
         )
         steps = model.steps = one.num_steps
         model.is_unloaded = False
@@ -905,7 +943,7 @@ class Hub:
         model: Model,
         seq_id: int,
         one: OpenAdapter,
-        copy: Callable[[], ParkedSlot],
+        copy: Callable[[], WholeState],
         steps: int,
     ) -> str:
         """Writes a snapshot; returns its key. Any thread may call this."""
@@ -977,7 +1015,7 @@ class Hub:
                 continue
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path)
+                model.adapter = open_saved(engine, model.id, path, tenant=model.tenant)
             except DeviceError:
                 raise
             except JaxloraError as error:
@@ -1028,6 +1066,9 @@ class Hub:
             if model.running and not isinstance(promise.operation, Pass | Step):
                 self._engine.drain()
             self._begin(model, promise)
+            while model.is_blocked:
+                wait([*self._working])
+                self._take_messages()
         call = model.running.get(part.seq_id)
         if isinstance(call, PassCall) and part.number not in call.waiting:
             return None
@@ -1085,7 +1126,7 @@ class Hub:
         wait([*self._working])
         self._take_late_messages()
         try:
-            self._engine = Engine(self._engine.model, self._engine.config)
+            self._engine = self._engine.anew()
             self._samples.renew(self._engine)
         except Exception as again:
             return self._die(again)

@@ -66,6 +66,9 @@ class HubStatus:
         restarts: How often the engine was made anew after an error.
         replayed_microbatches: Microbatches that ran again after a crash or an error.
         snapshots: Snapshots of models that were written.
+        commits: Commits of the ledger to the disk.
+        commits_seconds: How long these took, in all.
+        commit_seconds: How long the last of them took; None: there was none.
     """
 
     health: Health
@@ -82,6 +85,9 @@ class HubStatus:
     restarts: int
     replayed_microbatches: int
     snapshots: int
+    commits: int = 0
+    commits_seconds: float = 0.0
+    commit_seconds: float | None = None
 
     @property
     def is_healthy(self) -> bool:

@@ -118,6 +118,8 @@ def open_saved(
     path: str | os.PathLike,
     *,
     with_optimizer: bool = True,
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> OpenAdapter:
     """Opens an adapter from a PEFT folder, or from the file of a whole state.
 
@@ -125,22 +127,24 @@ def open_saved(
         engine: The engine.
         name: The adapter's name.
         path: The folder or file.
-        with_optimizer: Whether moments and step go on, if the file has them.
+        with_optimizer: Whether moments, gradients and step go on, if the file has
+            them.
+        tenant: See `Engine.open`, and for `weight`.
+        weight: The share of the tenant.
 
     Raises:
-        JaxloraError: It cannot be read or does not fit the model, or no slot is free
-            for such an adapter.
+        JaxloraError: It cannot be read or does not fit the model or the slots.
     """
     path, model = pathlib.Path(path), engine.model
     if path.is_dir():
         adapter = import_peft(path, linear_shapes(model.config))
         adapter.check_base(model.config)
-        return engine.open(name, adapter)
-    adapter, parked, num_steps = read_state(path, model.fingerprint)
-    if not with_optimizer:
-        return engine.open(name, adapter)
-    one = engine.open(name, adapter, parked)
-    one.num_steps = num_steps
+        return engine.open(name, adapter, tenant=tenant, weight=weight)
+    saved = read_state(path, model.fingerprint)
+    state = saved.state if with_optimizer else None
+    one = engine.open(name, saved.adapter, state, tenant=tenant, weight=weight)
+    if with_optimizer:
+        one.num_steps = saved.num_steps
     return one
 
 
@@ -171,7 +175,7 @@ def begin_folder(
         be trained on before.
     """
     model, num_steps = engine.model, one.num_steps
-    copy = engine.table.begin_reading(one.slot, one.like)
+    copy = engine.begin_reading(one)
 
     def write(folder: pathlib.Path) -> None:
         export_peft(
@@ -189,7 +193,7 @@ def begin_folder(
 
 
 def save_state_file(engine: Engine, one: OpenAdapter, path: pathlib.Path) -> None:
-    """Writes the whole state of a finished adapter into a file.
+    """Writes the whole state of a finished adapter into a file, gradients included.
 
     Raises:
         StorageError: It cannot be written; an old file is unchanged.

@@ -100,6 +100,8 @@ class SampleResult:
 # Called in the engine's thread.
 OnResult = Callable[[SampleResult], None]
 OnError = Callable[[Exception], None]
+# With the number of a sample, its new tokens and their log-probabilities.
+OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -109,6 +111,7 @@ class _Asked:
     Attributes:
         call: The call.
         on_result, on_error: What is called when it is done, or has failed.
+        on_tokens: What is called with new tokens of a sample; None: nothing is.
         version: Its version; None: the base.
         end_tokens: Tokens that end its samples.
         max_tokens: Largest number of tokens of a sample.
@@ -117,11 +120,13 @@ class _Asked:
         answers: The sequences that have begun.
         num_left: Sequences that have not ended.
         scored: The sequence whose prompt is scored for the call.
+        num_told: Tokens of each sequence that were told.
     """
 
     call: SampleCall
     on_result: OnResult
     on_error: OnError
+    on_tokens: OnTokens | None
     version: Version | None
     end_tokens: frozenset[int]
     max_tokens: int
@@ -130,9 +135,22 @@ class _Asked:
     answers: list[Answer] = dataclasses.field(default_factory=list)
     num_left: int = 0
     scored: Answer | None = None
+    num_told: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         self.num_left = self.num_sequences
+        self.num_told = [0] * self.num_sequences
+
+    def tell(self) -> None:
+        """Tells of the tokens of all its sequences that are new."""
+        if self.on_tokens is None:
+            return
+        for number, answer in enumerate(self.answers):
+            before, now = self.num_told[number], len(answer.token_ids)
+            if now > before:
+                self.num_told[number] = now
+                new = answer.token_ids[before:], answer.logprobs[before:]
+                self.on_tokens(number, *new)
 
     @property
     def is_waiting(self) -> bool:
@@ -238,13 +256,20 @@ class Samples:
 
     # ---- calls -----------------------------------------------------------------------
 
-    def submit(self, call: SampleCall, on_result: OnResult, on_error: OnError) -> None:
+    def submit(
+        self,
+        call: SampleCall,
+        on_result: OnResult,
+        on_error: OnError,
+        on_tokens: OnTokens | None = None,
+    ) -> None:
         """Adds a call.
 
         Args:
             call: The call.
             on_result: Called with the result.
             on_error: Called with an error of the device, in place of a result.
+            on_tokens: Called with new tokens, all of them before the result.
 
         Raises:
             ConfigError: There is no such version, or a setting or the prompt cannot be
@@ -261,6 +286,7 @@ class Samples:
             call=call,
             on_result=on_result,
             on_error=on_error,
+            on_tokens=on_tokens,
             version=version,
             end_tokens=frozenset(ends),
             max_tokens=max_tokens,
@@ -491,6 +517,8 @@ class Samples:
         seconds = time.perf_counter() - began
         if steps:
             lane.step_seconds = max(seconds / steps, 1e-6)
+        for asked in {id(asked): asked for asked, _ in lane.running}.values():
+            asked.tell()
         for asked, answer in [one for one in lane.running if one[1].finish_reason]:
             self._end_sequence(lane, asked, answer)
             if not asked.num_left:

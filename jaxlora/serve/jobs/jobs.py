@@ -14,7 +14,6 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxlora.adapters.fresh import is_drawn_alone
 from jaxlora.adapters.optimizers.table import ADAMW
 from jaxlora.config import LoraJob
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,7 +23,7 @@ from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
 from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.events import Event
 from jaxlora.serve.database import Database
-from jaxlora.serve.hub import Hub
+from jaxlora.serve.hub import Hub, Unavailable
 from jaxlora.serve.jobs.batch_loss import check_objective
 from jaxlora.serve.jobs.driver import Driver, Surroundings
 from jaxlora.serve.jobs.record import Asked, Copy, Job, JobTable
@@ -223,7 +222,7 @@ class Jobs:
             job.update(status="running", reason="")
             self._changed[job.id] = job
             await driver.run()
-        except StorageError as error:
+        except (StorageError, Unavailable) as error:
             logger.warning("job %s goes on later: %s", job.id, error)
             return False
         except JaxloraError as error:
@@ -322,22 +321,15 @@ class Jobs:
                 f"optimizer={job.optimizer!r} must be {ADAMW.name} here, as all models "
                 f"of a server share the tables of its moments. {cure}"
             )
-        for setting in ("dropout", "keeps_start"):
-            if getattr(job, setting):
-                name = "init_lora_weights" if setting == "keeps_start" else setting
-                raise ConfigError(
-                    f"{name}={getattr(job, name)} cannot be trained by a server, whose "
-                    f"slots have A and B alone. {cure}"
-                )
+        if job.dropout:
+            raise ConfigError(
+                f"dropout={job.dropout:g} must be 0 here, as a pass of a server "
+                f"drops nothing. {cure}"
+            )
         if job.lora_plus_ratio != 1.0:
             raise ConfigError(
                 f"lora_plus_ratio={job.lora_plus_ratio:g} must be 1 here: a step has "
                 f"one learning rate. {cure}"
-            )
-        if not is_drawn_alone(job):
-            raise ConfigError(
-                f"job {job.name!r} starts from tensors that are computed from the "
-                f"base, which a server does not do. {cure}"
             )
         longest = max(int(data.lengths.max()) for data in prepared.data)
         if longest - 1 > engine.most_tokens:

@@ -13,12 +13,12 @@ from fastapi.responses import StreamingResponse
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.run.clone_settings import settings_to_add
-from jaxlora.serve.app import Server
 from jaxlora.serve.jobs.archive import adapter_archive
 from jaxlora.serve.jobs.driver import awaited
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.jobs.tenant_data import described
 from jaxlora.serve.keys import Principal, allowed
+from jaxlora.serve.server import Server
 
 Reader = Annotated[Principal, Depends(allowed("read"))]
 Trainer = Annotated[Principal, Depends(allowed("train"))]

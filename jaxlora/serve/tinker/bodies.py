@@ -348,7 +348,7 @@ class PassBody:
             try:
                 tokens, fields = self.decode(one)
                 datums.append(_datum(tokens, fields))
-                loss.sample(datums[-1])
+                loss.check(datums[-1])
             except DataError as error:
                 raise DataError(f"datum {number}: {error}") from None
         if not datums:
