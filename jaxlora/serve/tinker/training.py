@@ -92,7 +92,7 @@ class Models:
             )
         targets = self._targets(lora)
         id = f"{body.session_id}:train:{body.model_seq_id}"
-        seed = zlib.crc32(id.encode()) if lora.seed is None else lora.seed
+        seed = zlib.crc32(id.encode()) % 2**31 if lora.seed is None else lora.seed
         about = {
             "rank": lora.rank,
             "train_unembed": False,
