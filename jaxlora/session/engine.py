@@ -383,6 +383,11 @@ class Engine:
         """
         return self._bring([one])[0]
 
+    def park(self, one: OpenAdapter) -> None:
+        """Takes an adapter out of its slot, if it is in one, until its next turn."""
+        with self._changing_slots():
+            self._residence.park(one)
+
     def begin_reading(self, one: OpenAdapter) -> Callable[[], Adapter]:
         """Queues a copy of the weights of an adapter, after what is queued.
 
