@@ -28,6 +28,7 @@ from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub, HubSettings
 from jaxlora.serve.jobs import routes as jobs
+from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
@@ -97,6 +98,7 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         limits=limits,
         folder=versions,
     )
+    limits = Limits(config, registry)
     return Server(
         config=config,
         database=database,
@@ -106,6 +108,13 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         storage=storage,
         limits=limits,
         links=Links(database.secret("links")),
+        jobs=Jobs(
+            hub=hub,
+            storage=storage,
+            database=database,
+            registry=registry,
+            limits=limits,
+        ),
     )
 
 

@@ -129,6 +129,8 @@ class Hub:
         died: Gets the error that has ended the hub for good, if one does: the process
             has to be restarted then. Nothing that was accepted is lost.
         listeners: Are called with each promise that gets its outcome, by any thread.
+        sample_listeners: Are called with each call for samples that has its result, by
+            any thread.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class Hub:
         self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
         self.listeners: list[Callable[[Promise], None]] = []
+        self.sample_listeners: list[Callable[[SampleCall, SampleResult], None]] = []
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
         self._promises: dict[str, Promise] = {}
@@ -331,11 +334,21 @@ class Hub:
         """
         call = dataclasses.replace(call, tenant=tenant)
         outcome: Future[SampleResult | Failed] = Future()
+        outcome.add_done_callback(functools.partial(self._note_samples, call))
         with self._lock:
             self._check_accepts()
         begin = functools.partial(self._begin_sampling, call, outcome, on_tokens)
         self._inbox.put(lambda: self._open_version(call, key, outcome, begin))
         return outcome
+
+    def _note_samples(
+        self, call: SampleCall, outcome: Future[SampleResult | Failed]
+    ) -> None:
+        if outcome.cancelled() or outcome.exception() is not None:
+            return
+        if not isinstance(result := outcome.result(), Failed):
+            for listener in self.sample_listeners:
+                listener(call, result)
 
     def waiting(self, tenant: str) -> Waiting:
         """Returns why promises of a tenant that have no outcome have none."""

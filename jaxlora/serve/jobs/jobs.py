@@ -353,6 +353,10 @@ class Jobs:
 
     # ---- requests --------------------------------------------------------------------
 
+    def every(self) -> list[Job]:
+        """Returns the jobs of all tenants, the oldest first. Any thread may call it."""
+        return [*self._jobs.values()]
+
     def find(self, tenant: str, name: str) -> Job:
         """Returns a tenant's job.
 

@@ -33,13 +33,7 @@ _MOST_CHARACTERS = 200  # of a reason
 
 def router(server: Server) -> APIRouter:
     """Returns the routes. Their lifespan starts and ends the jobs."""
-    jobs = Jobs(
-        hub=server.hub,
-        storage=server.storage,
-        database=server.database,
-        registry=server.registry,
-        limits=server.limits,
-    )
+    jobs = server.jobs
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
