@@ -345,7 +345,7 @@ class Viewer:
     def _figures(
         self, status: HubStatus, models: Sequence[ModelStatus], tenant: str | None
     ) -> Figures:
-        is_admin, slots = tenant is None, self._server.config.session.slots
+        is_admin, slots = tenant is None, self._server.config.session.num_slots
         return Figures(
             tokens_per_second=self._recorder.rate(tenant),
             fill=status.fill if is_admin else None,
