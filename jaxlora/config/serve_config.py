@@ -198,7 +198,7 @@ class ServeConfig(BaseSettings):
     storage: str | None = None
     storage_options: dict[str, str | int | float | bool] = {}
     cache_bytes: PositiveInt = 20 * 2**30
-    train_unembed: Literal["refuse", "ignore"] = "refuse"
+    train_unembed: Literal["refuse", "ignore"] = "ignore"
     datasets: dict[str, InputPath] = {}
     running_jobs: PositiveInt | None = None
     quotas: dict[str, Quota] = {}

@@ -25,7 +25,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs
 from jaxlora.adapters.optimizers.table import ADAMW
-from jaxlora.adapters.parked_slot import adapter_from_rows
+from jaxlora.adapters.parked_slot import without_values
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.job_name import BASE
 from jaxlora.common.patterns import Patterns
@@ -361,7 +361,7 @@ class Engine:
             name=name,
             number=next(self._numbers),
             tenant=tenant,
-            like=_without_values(adapter),
+            like=without_values(adapter),
             has_gradients=state is not None and state.gradients is not None,
         )
         if weight is not None:
@@ -861,15 +861,6 @@ def _most_adapters(config: SessionConfig, spec: DecoderSpec) -> int:
     if most is None:
         most = _MOST_OF_EXPERTS if spec.expert_slots is not None else _MOST_ADAPTERS
     return min(most, config.num_slots)
-
-
-def _without_values(adapter: Adapter) -> Adapter:
-    """Returns an adapter with arrays that take no memory."""
-    rows = {
-        path: np.broadcast_to(np.zeros((), array.dtype), array.shape)
-        for path, array in adapter.by_path().items()
-    }
-    return adapter_from_rows(rows, adapter)
 
 
 def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:

@@ -8,7 +8,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from jaxlora.session.slot_programs import SlotPrograms
 
 logger = logging.getLogger(__name__)
 
+Place = Literal["slot", "host", "file"]
 PENDING: Kind = "pending"  # of gradients beside the kinds of a slot's state
 _MOST_LEAVING = 4  # adapters whose copies are still on the device
 # Most bytes of parked adapters in memory that the device reads by itself.
@@ -131,6 +132,13 @@ class Resident:
     away: "Adapter | WholeState | _Rows | _File | None" = dataclasses.field(
         default=None, init=False, repr=False
     )
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        if self.slot is not None:
+            return "slot"
+        return "file" if isinstance(self.away, _File) else "host"
 
 
 class Residence:

@@ -317,7 +317,6 @@ class Driver:
         state, step = self._state, self._num_submitted
         self._num_submitted += 1
         batch, values = state.batch(0, step), None
-        self._around.limits.spend(self._job.tenant, batch.num_tokens)
         loss = BatchLoss.of(batch, await self._baseline(batch))
         if loss.is_linear:
             weights = loss.weights()

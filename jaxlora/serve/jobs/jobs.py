@@ -343,6 +343,10 @@ class Jobs:
 
     # ---- requests --------------------------------------------------------------------
 
+    def every(self) -> list[Job]:
+        """Returns the jobs of all tenants, the oldest first. Any thread may call it."""
+        return [*self._jobs.values()]
+
     def find(self, tenant: str, name: str) -> Job:
         """Returns a tenant's job.
 
@@ -352,6 +356,12 @@ class Jobs:
         if (job := self._jobs.get((tenant, name.lower()))) is None:
             raise NotFound(f"there is no job {name!r:.120}.")
         return job
+
+    def with_adapters(self, tenant: str) -> list[Job]:
+        """Returns a tenant's jobs that have an adapter, the newest first."""
+        jobs = [*self._jobs.values()]
+        own = [job for job in jobs if job.tenant == tenant and job.adapter]
+        return sorted(own, key=lambda job: -job.created_at)
 
     async def add(self, tenant: str, settings: LoraJob) -> dict[str, Any]:
         """Adds a job, and returns its description.

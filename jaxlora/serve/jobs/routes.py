@@ -1,4 +1,7 @@
-"""The routes of `/jobs/v1`: data, jobs, their progress and their adapters."""
+"""The routes of `/jobs/v1`: data, jobs, their progress and their adapters.
+
+Those of `/v1` are among them, as the adapters of jobs answer chats.
+"""
 
 import asyncio
 import contextlib
@@ -13,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.run.clone_settings import settings_to_add
+from jaxlora.serve import chat
 from jaxlora.serve.jobs.archive import adapter_archive
 from jaxlora.serve.jobs.driver import awaited
 from jaxlora.serve.jobs.jobs import Jobs
@@ -40,13 +44,7 @@ class Reason(pydantic.BaseModel):
 
 def router(server: Server) -> APIRouter:
     """Returns the routes. Their lifespan starts and ends the jobs."""
-    jobs = Jobs(
-        hub=server.hub,
-        storage=server.storage,
-        database=server.database,
-        registry=server.registry,
-        limits=server.limits,
-    )
+    jobs = server.jobs
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -54,12 +52,15 @@ def router(server: Server) -> APIRouter:
         yield
         await asyncio.to_thread(jobs.stop)
 
-    made = APIRouter(prefix="/jobs/v1", lifespan=lifespan)
+    made = APIRouter(prefix="/jobs/v1")
     _add_data(made, jobs)
     _add_jobs(made, jobs)
     _add_requests(made, jobs)
     _add_results(made, jobs, server)
-    return made
+    both = APIRouter(lifespan=lifespan)
+    both.include_router(made)
+    both.include_router(chat.router(server, jobs))
+    return both
 
 
 async def _run[T](jobs: Jobs, work: Coroutine[Any, Any, T]) -> T:
