@@ -32,6 +32,7 @@ from jaxlora.serve.ledger import (
     LoggedPiece,
     Part,
 )
+from jaxlora.serve.limits import Limits
 from jaxlora.serve.model import Model, Promise
 from jaxlora.serve.operation import (
     Create,
@@ -140,6 +141,7 @@ class Hub:
         settings: HubSettings | None = None,
         sampling: SamplingConfig | None = None,
         *,
+        limits: Limits | None = None,
         folder: pathlib.Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -151,6 +153,8 @@ class Hub:
             database: Where the ledger is.
             settings: Settings; None: the defaults.
             sampling: Settings of sampling; None: the defaults.
+            limits: Hold passes of tenants that have used their tokens a second; None:
+                nothing does.
             folder: See `Published`.
             clock: Returns seconds, for gaps and snapshots.
 
@@ -160,7 +164,7 @@ class Hub:
         """
         self._engine, self._storage = engine, storage
         self._settings, self._clock = settings or HubSettings(), clock
-        self._ledger = Ledger(database)
+        self._limits, self._ledger = limits, Ledger(database)
         self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
         self.listeners: list[Callable[[Promise], None]] = []
@@ -178,6 +182,7 @@ class Hub:
         self._meter = Meter(clock)
         # The rest is the thread's own.
         self._ready: set[str] = set()  # models whose next operation may begin
+        self._limited: set[str] = set()  # those whose tenants must wait for their rate
         self._calls: dict[Call, Promise] = {}
         self._next_number = 0  # of pieces of work
         self._needed: dict[int, set[str]] = {}  # models without a snapshot, by piece
@@ -345,10 +350,13 @@ class Hub:
             for listener in self.sample_listeners:
                 listener(call, result)
 
-    def waiting(self) -> Waiting:
-        """Returns why promises without an outcome have none."""
-        is_well = self._health()[0] in ("running", "starting")
-        return Waiting(state="active" if is_well else "paused_capacity")
+    def waiting(self, tenant: str) -> Waiting:
+        """Returns why promises of a tenant that have no outcome have none."""
+        if self._health()[0] not in ("running", "starting"):
+            return Waiting(state="paused_capacity")
+        if self._limits is not None and not self._limits.may_run(tenant):
+            return Waiting(state="paused_rate_limit")
+        return Waiting(state="active")
 
     def status(self) -> HubStatus:
         """Returns the numbers of the hub."""
@@ -501,6 +509,8 @@ class Hub:
         """Does what is to be done from time to time."""
         now = self._clock()
         self._next_tick = now + _TICK_SECONDS
+        self._ready |= self._limited
+        self._limited.clear()
         for model in [*self._models.values()]:
             if not model.held or model.next_seq in model.held:
                 model.gap_since = None
@@ -531,9 +541,23 @@ class Hub:
         while self._ready:
             model = self._models[self._ready.pop()]
             while (promise := model.next_promise()) is not None:
+                if not self._has_tokens(promise):
+                    self._limited.add(model.id)
+                    break
                 has_started = True
                 self._begin(model, promise)
         return has_started
+
+    def _has_tokens(self, promise: Promise) -> bool:
+        """Takes the tokens of a pass from its tenant's rate, if there are enough."""
+        if self._limits is None or not isinstance(promise.operation, Pass):
+            return True
+        if promise.outcome.done() or not self._is_restored:
+            return True  # it is done again
+        if not self._limits.may_run(promise.tenant):
+            return False
+        self._limits.spend(promise.tenant, promise.size[1])
+        return True
 
     def _begin(self, model: Model, promise: Promise) -> None:
         """Begins the next operation of a model.

@@ -25,7 +25,7 @@ import numpy as np
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs
 from jaxlora.adapters.optimizers.table import ADAMW
-from jaxlora.adapters.parked_slot import adapter_from_rows
+from jaxlora.adapters.parked_slot import without_values
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.job_name import BASE
 from jaxlora.common.patterns import Patterns
@@ -350,7 +350,7 @@ class Engine:
             name=name,
             number=next(self._numbers),
             tenant=tenant,
-            like=_without_values(adapter),
+            like=without_values(adapter),
             has_gradients=state is not None and state.gradients is not None,
         )
         self.queue.weigh(tenant, weight)
@@ -382,6 +382,11 @@ class Engine:
         It stays there until the engine is used again.
         """
         return self._bring([one])[0]
+
+    def park(self, one: OpenAdapter) -> None:
+        """Takes an adapter out of its slot, if it is in one, until its next turn."""
+        with self._changing_slots():
+            self._residence.park(one)
 
     def begin_reading(self, one: OpenAdapter) -> Callable[[], Adapter]:
         """Queues a copy of the weights of an adapter, after what is queued.
@@ -841,15 +846,6 @@ def _most_adapters(config: SessionConfig, spec: DecoderSpec) -> int:
     if most is None:
         most = _MOST_OF_EXPERTS if spec.expert_slots is not None else _MOST_ADAPTERS
     return min(most, config.slots)
-
-
-def _without_values(adapter: Adapter) -> Adapter:
-    """Returns an adapter with arrays that take no memory."""
-    rows = {
-        path: np.broadcast_to(np.zeros((), array.dtype), array.shape)
-        for path, array in adapter.by_path().items()
-    }
-    return adapter_from_rows(rows, adapter)
 
 
 def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:

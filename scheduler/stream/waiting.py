@@ -203,7 +203,12 @@ class _Filling:
 
     def fill(self) -> _Chosen:
         """Takes samples until none that is left fits."""
+        limits, owners = self._queue._limits, self._chosen.tokens
         while self._left and self._room:
+            if len(owners) == limits.most_jobs:
+                self._left = [one for one in self._left if one.owner in owners]
+                if not self._left:
+                    break
             batch = self.first()
             self._left.remove(batch)
             if self._fits(batch.owner, batch.num_tokens, len(batch.samples)):

@@ -363,7 +363,7 @@ class Load:
         yield {"row": "publish", "ms": round(_median(published), 2)}
 
         def move() -> None:
-            engine._residence._park(one)
+            engine.park(one)
             engine.bring(one)
             jax.block_until_ready(engine.table.state.pending.is_finite)
 
