@@ -45,6 +45,11 @@ class Promise:
     outcome: Future[Done | Failed] = dataclasses.field(default_factory=Future)
     has_begun: bool = False
 
+    def __post_init__(self):
+        # Who stops to wait for them cancels them, and others wait on.
+        self.accepted.set_running_or_notify_cancel()
+        self.outcome.set_running_or_notify_cancel()
+
     @staticmethod
     def of(logged: Logged, operation: Operation) -> "Promise":
         """Makes the promise of an operation that is, or will be, in the ledger."""
@@ -168,7 +173,6 @@ class Model:
 
     def end(self, promise: Promise) -> None:
         """Notes that an operation has ended."""
-        self.running.pop(promise.seq_id, None)
         if promise.outcome.done():
             return
         datums, tokens = promise.size
