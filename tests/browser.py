@@ -3,8 +3,8 @@
 import contextlib
 import importlib.util
 import shutil
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -48,7 +48,10 @@ def browser() -> "Iterator[Browser]":
 
 @contextlib.contextmanager
 def opened(
-    browser: "Browser", url: str, size: tuple[int, int] = DESKTOP, **options: Any
+    browser: "Browser",
+    url: str,
+    size: tuple[int, int] = DESKTOP,
+    expected: Sequence[str] = (),
 ) -> "Iterator[Page]":
     """Opens a page, and checks how it behaved.
 
@@ -59,7 +62,7 @@ def opened(
         browser: The browser.
         url: Address of the page.
         size: Width and height; that of a phone makes the browser one.
-        **options: Further ones of the browser's context.
+        expected: Beginnings of the errors that it must log.
     """
     width, height = size
     is_phone = size == PHONE
@@ -67,7 +70,6 @@ def opened(
         viewport={"width": width, "height": height},
         is_mobile=is_phone,
         has_touch=is_phone,
-        **options,
     )
     errors: list[str] = []
     asked: list[str] = []
@@ -85,6 +87,7 @@ def opened(
         ]
         font = page.evaluate("parseFloat(getComputedStyle(document.body).fontSize)")
         assert font >= 14
-    assert errors == []
+    assert len(errors) == len(expected), errors
+    assert all(map(str.startswith, errors, expected)), errors
     origin = url.split("?")[0].rpartition("/")[0]
     assert [one for one in asked if not one.startswith((origin, "data:"))] == []

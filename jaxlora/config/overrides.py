@@ -141,7 +141,12 @@ def _within(kind: type[StrictModel], values: Any, key: str, value: Any) -> Path:
     if not rest:
         return (used,)
     if dict in types_of(kind.model_fields[ours[head]].annotation):
-        return used, rest  # a name or pattern, which may have dots
+        held, part = values.get(used), kind.part(ours[head])
+        name, _, within = rest.partition(".")
+        if part is None or head == "parameters" or not within:
+            return used, rest  # a name, parameter or pattern, which may have dots
+        held = held.get(name) if isinstance(held, dict) else None
+        return used, name, *_inside(f"{used}.{name}", held, part, within, value)
     if (part := kind.part(ours[head])) is None:
         raise ConfigError(f"{used!r} has no settings within it. Write {used}=...")
     return used, *_inside(used, values.get(used), part, rest, value)

@@ -12,7 +12,7 @@ from jaxlora.common.yaml_file import line_finder
 from jaxlora.config.base_settings import BaseSettings
 from jaxlora.config.overrides import override
 from jaxlora.config.run_file import read_mapping
-from jaxlora.config.session_config import SessionConfig
+from jaxlora.config.session_config import SamplingConfig, SessionConfig
 from jaxlora.config.strict import (
     Bool,
     InputPath,
@@ -130,11 +130,12 @@ def _behind(serve: Any, wrong: Wrong) -> None:
 
 
 def _quotas(serve: Any, wrong: Wrong) -> None:
-    for name, quota in serve.quotas.items():
-        if quota.slots is not None and quota.slots > serve.session.slots:
+    slots = serve.session.slots
+    for name, quota in serve.quotas.items() if slots != "auto" else ():
+        if quota.slots is not None and quota.slots > slots:
             wrong["quotas"] = (
                 f"{name}.slots={quota.slots} is more than session.slots="
-                f"{serve.session.slots}. Lower it, or leave it out."
+                f"{slots}. Lower it, or leave it out."
             )
 
 
@@ -145,6 +146,7 @@ class ServeConfig(BaseSettings):
         model: The base model: a folder or a hub id.
         folder: Where the server keeps its database, checkpoints and logs of requests.
         session: Slots, ranks and microbatches, as in `jaxlora.Session`.
+        sampling: Versions and rows of sampling, and its share of the time.
         model_name: The name by which clients ask for the model; by default `model`.
         revision: Branch, tag or commit of a hub id.
         dtype: Dtype of the weights that are not quantized.
@@ -182,6 +184,7 @@ class ServeConfig(BaseSettings):
     model: InputPath
     folder: OutputPath = "serve"
     session: SessionConfig = SessionConfig()
+    sampling: SamplingConfig = SamplingConfig()
     model_name: str | None = None
     revision: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -195,7 +198,7 @@ class ServeConfig(BaseSettings):
     storage: str | None = None
     storage_options: dict[str, str | int | float | bool] = {}
     cache_bytes: PositiveInt = 20 * 2**30
-    train_unembed: Literal["refuse", "ignore"] = "refuse"
+    train_unembed: Literal["refuse", "ignore"] = "ignore"
     datasets: dict[str, InputPath] = {}
     running_jobs: PositiveInt | None = None
     quotas: dict[str, Quota] = {}

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import pathlib
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -16,14 +17,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from jaxlora.common.console import complain
 from jaxlora.config.serve_config import ServeConfig
-from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
 from jaxlora.hf.load import FrozenModel, load_model
 from jaxlora.run.lock import RunLock
+from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub
+from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.jobs import routes as jobs
+from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
@@ -41,7 +46,11 @@ _TEND_SECONDS = 30.0
 _LAST_SECONDS = 5
 
 # The routes, in the order in which they are looked for.
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (tinker.router,)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
+    tinker.router,
+    jobs.router,
+    page.router,
+)
 
 
 def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
@@ -75,15 +84,44 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         )
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
+    limits = Limits(config, registry)
+    versions = folder / "versions"  # what an earlier process has left is in no use
+    shutil.rmtree(versions, ignore_errors=True)
+    versions.mkdir(mode=0o700)
+    engine = Engine(
+        model,
+        config.session,
+        folder=folder / "parked",
+        weight_of=lambda tenant: config.quota(tenant).weight,
+    )
+    config = config.replace(session=engine.config)  # without `auto`
+    hub = Hub(
+        *(engine, storage, database),
+        HubSettings(
+            keep_seconds=config.retention.promise_seconds,
+            sampler_seconds=config.retention.sampler_seconds,
+        ),
+        config.sampling,
+        limits=limits,
+        folder=versions,
+    )
+    limits = Limits(config, registry)
     return Server(
         config=config,
         database=database,
-        hub=Hub(Engine(model, config.session), storage, database),
+        hub=hub,
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,
-        limits=Limits(config, registry),
+        limits=limits,
         links=Links(database.secret("links")),
+        jobs=Jobs(
+            hub=hub,
+            storage=storage,
+            database=database,
+            registry=registry,
+            limits=limits,
+        ),
     )
 
 
@@ -92,7 +130,11 @@ def make_app(server: Server) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.hub.start()
+        try:
+            await asyncio.to_thread(server.hub.start)
+        except JaxloraError as error:
+            app.state.failure = error
+            raise
         tending = asyncio.create_task(_tend(server))
         yield
         tending.cancel()
@@ -108,6 +150,7 @@ def make_app(server: Server) -> FastAPI:
     # The last one is the outermost.
     app.add_middleware(BodyLimits, limits=server.config.limits)
     app.add_middleware(Guard, server=server)
+    metrics.install(app, server.hub)
     return app
 
 
@@ -120,8 +163,12 @@ def _own_router(server: Server) -> APIRouter:
 
     @router.get("/healthz")
     async def health() -> Response:
-        """Whether the server takes requests."""
-        return JSONResponse({"status": "ok"})
+        """Whether the server takes requests, for whoever watches over it."""
+        status = server.hub.status()
+        is_well = status.health in ("running", "starting")
+        return JSONResponse(
+            {"status": "ok" if is_well else status.health}, 200 if is_well else 503
+        )
 
     @router.get("/download/{key:path}")
     def download(
@@ -207,8 +254,14 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
                 "ssl_keyfile": config.tls.key,
             }
             _check_tls(config.tls.certificate, config.tls.key)
-        stack.enter_context(RunLock(pathlib.Path(config.folder)))
-        app = make_app(make_server(config))
+        try:
+            stack.enter_context(RunLock(pathlib.Path(config.folder)))
+        except CheckpointError as error:
+            owner = str(error).partition(" Two runs cannot share")[0]
+            raise ConfigError(f"{owner} Stop that, or set another folder.") from None
+        parts = make_server(config)
+        parts.hub.prepare()
+        app = make_app(parts)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -220,9 +273,22 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
             ws="none",
             **tls,
         )
-        server = _Uvicorn(settings, on_start)
-        server.run(sockets=[bound])
-        return 0 if server.started else 1
+        uvicorn_server = _Uvicorn(settings, on_start)
+        died = app.state.server.hub.died
+        died.add_done_callback(lambda _: uvicorn_server.handle_exit(0, None))
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the guard logs
+        try:
+            uvicorn_server.run(sockets=[bound])
+        except SystemExit:
+            if (failure := getattr(app.state, "failure", None)) is not None:
+                raise failure from None
+            raise
+        if died.done():
+            complain(
+                "the engine cannot go on; start the server again. Nothing that it "
+                "has acknowledged is lost."
+            )
+        return int(died.done() or not uvicorn_server.started)
 
 
 def _bind(config: ServeConfig) -> socket.socket:
@@ -232,8 +298,12 @@ def _bind(config: ServeConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
         bound = socket.socket(family)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"the server cannot listen on port {config.port} of {config.host}: "

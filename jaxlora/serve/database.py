@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import secrets
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -49,8 +50,15 @@ class Database:
             StorageError: The database cannot be reached or written.
         """
         self.engine = _engine(url)
-        with self.writing() as connection:
-            _upgrade(connection)
+        # SQLite lets one write at a time, and waiting there is not fair: with four
+        # threads, one in a hundred waits for half a second.
+        self._turn = threading.Lock() if self.is_sqlite else contextlib.nullcontext()
+        try:
+            with self.writing() as connection:
+                _upgrade(connection)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_sqlite(self) -> bool:
@@ -71,12 +79,16 @@ class Database:
     def writing(self) -> Generator[sa.Connection]:
         """Gives a connection whose changes are on the disk when the block ends.
 
-        An error in the block undoes them all.
+        An error in the block undoes them all. A block is not to begin another one.
 
         Raises:
             StorageError: The database cannot be written.
         """
-        with _database_errors("written"), self.engine.connect() as connection:
+        with (
+            self._turn,
+            _database_errors("written"),
+            self.engine.connect() as connection,
+        ):
             connection = connection.execution_options(jaxlora_writes=True)
             with connection.begin():
                 yield connection
@@ -159,7 +171,9 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 def _database_errors(done: str) -> Generator[None]:
     try:
         yield
-    except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+    except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError):
+        raise
+    except sa.exc.DBAPIError as error:
         # The statement and its values, which SQLAlchemy adds, are not for users.
         raise StorageError(
             f"the server's database cannot be {done}: {error.orig}. Nothing was "

@@ -17,8 +17,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 
+from jaxlora.common.job_name import BASE
+from jaxlora.config.session_config import SamplingConfig
 from jaxlora.errors import ConfigError, DeviceError, JaxloraError, StorageError
 from jaxlora.serve.database import Database
 from jaxlora.serve.ledger import (
@@ -31,6 +33,7 @@ from jaxlora.serve.ledger import (
     LoggedPiece,
     Part,
 )
+from jaxlora.serve.limits import Limits
 from jaxlora.serve.model import Model, Promise
 from jaxlora.serve.operation import (
     Create,
@@ -67,7 +70,9 @@ from jaxlora.session.operations import (
     open_saved,
     pass_call,
 )
+from jaxlora.session.published import Version
 from jaxlora.session.residence import WholeState
+from jaxlora.session.samples import OnTokens, SampleCall, SampleResult, Samples
 from jaxlora.session.state_file import write_state
 
 logger = logging.getLogger(__name__)
@@ -105,12 +110,15 @@ class HubSettings:
             What came after a snapshot is computed again after a crash.
         gap_seconds: A missing number of an operation is waited for so long.
         keep_seconds: Outcomes are kept so long.
+        sampler_seconds: Published versions are kept so long after their last use. Those
+            that are in the storage, too, are opened again.
     """
 
     snapshot_steps: int = 50
     snapshot_seconds: float = 120.0
     gap_seconds: float = 600.0
     keep_seconds: float = 3600.0
+    sampler_seconds: float = 3600.0
 
 
 class Hub:
@@ -121,6 +129,9 @@ class Hub:
     Attributes:
         died: Gets the error that has ended the hub for good, if one does: the process
             has to be restarted then. Nothing that was accepted is lost.
+        listeners: Are called with each promise that gets its outcome, by any thread.
+        sample_listeners: Are called with each call for samples that has its result, by
+            any thread.
     """
 
     def __init__(
@@ -129,7 +140,10 @@ class Hub:
         storage: Storage,
         database: Database,
         settings: HubSettings | None = None,
+        sampling: SamplingConfig | None = None,
         *,
+        limits: Limits | None = None,
+        folder: pathlib.Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Makes a hub, which `start` starts.
@@ -139,6 +153,10 @@ class Hub:
             storage: Where checkpoints and snapshots are.
             database: Where the ledger is.
             settings: Settings; None: the defaults.
+            sampling: Settings of sampling; None: the defaults.
+            limits: Hold passes of tenants that have used their tokens a second; None:
+                nothing does.
+            folder: See `Published`.
             clock: Returns seconds, for gaps and snapshots.
 
         Raises:
@@ -147,8 +165,11 @@ class Hub:
         """
         self._engine, self._storage = engine, storage
         self._settings, self._clock = settings or HubSettings(), clock
-        self._ledger = Ledger(database)
+        self._limits, self._ledger = limits, Ledger(database)
+        self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
+        self.listeners: list[Callable[[Promise], None]] = []
+        self.sample_listeners: list[Callable[[SampleCall, SampleResult], None]] = []
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
         self._promises: dict[str, Promise] = {}
@@ -162,6 +183,7 @@ class Hub:
         self._meter = Meter(clock)
         # The rest is the thread's own.
         self._ready: set[str] = set()  # models whose next operation may begin
+        self._limited: set[str] = set()  # those whose tenants must wait for their rate
         self._calls: dict[Call, Promise] = {}
         self._next_number = 0  # of pieces of work
         self._needed: dict[int, set[str]] = {}  # models without a snapshot, by piece
@@ -181,6 +203,10 @@ class Hub:
         """The engine, of which other threads may read the model and the settings."""
         return self._engine
 
+    def prepare(self) -> None:
+        """Compiles or loads the programs of training, before `start`."""
+        self._engine.prepare()
+
     def start(self) -> None:
         """Reads what was accepted before, and starts the thread.
 
@@ -188,6 +214,8 @@ class Hub:
             StorageError: The database cannot be read.
         """
         self._remember(self._ledger.read())
+        # Nobody could ask for an outcome while the server was down.
+        self._next_forgetting = self._clock() + self._settings.keep_seconds
         self._thread.start()
 
     def stop(self) -> None:
@@ -258,15 +286,19 @@ class Hub:
         """
         while True:
             with self._lock:
+                known = self._models.get(model)
+                last = 0 if known is None else known.next_seq - 1
                 numbers = [seq_id for one, seq_id in self._by_number if one == model]
-            promise = self.submit(tenant, model, max(numbers, default=0) + 1, operation)
+            promise = self.submit(tenant, model, max([last, *numbers]) + 1, operation)
             if promise.operation is operation:
                 return promise  # else another took the number at the same time
 
     def knows(self, model: str, seq_id: int) -> bool:
-        """Whether an operation of a model was accepted under a number."""
+        """Whether an operation of a model was taken by a number."""
         with self._lock:
-            return (model, seq_id) in self._by_number
+            known = self._models.get(model)
+            has_begun = known is not None and seq_id < known.next_seq
+            return has_begun or (model, seq_id) in self._by_number
 
     def promise(self, tenant: str, request_id: str) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.
@@ -283,10 +315,53 @@ class Hub:
                     found = self._promises.get(request_id) or self._recall(logged)
         return found if found is not None and found.tenant == tenant else None
 
-    def waiting(self) -> Waiting:
-        """Returns why promises without an outcome have none."""
-        is_well = self._health()[0] in ("running", "starting")
-        return Waiting(state="active" if is_well else "paused_capacity")
+    def sample(
+        self,
+        tenant: str,
+        call: SampleCall,
+        key: str | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Future[SampleResult | Failed]:
+        """Draws samples. They are in no ledger, and gone when the server ends.
+
+        Args:
+            tenant: The tenant that asks, whose version it is.
+            call: The call.
+            key: Key in the storage of the version's folder, from which it is opened if
+                it is not there; None: it has none.
+            on_tokens: Called in the engine's thread with new tokens; see `Samples`.
+
+        Returns:
+            The result. To cancel it ends the call.
+
+        Raises:
+            Unavailable: Nothing can be accepted at the moment.
+        """
+        call = dataclasses.replace(call, tenant=tenant)
+        outcome: Future[SampleResult | Failed] = Future()
+        outcome.add_done_callback(functools.partial(self._note_samples, call))
+        with self._lock:
+            self._check_accepts()
+        begin = functools.partial(self._begin_sampling, call, outcome, on_tokens)
+        self._inbox.put(lambda: self._open_version(call, key, outcome, begin))
+        return outcome
+
+    def _note_samples(
+        self, call: SampleCall, outcome: Future[SampleResult | Failed]
+    ) -> None:
+        if outcome.cancelled() or outcome.exception() is not None:
+            return
+        if not isinstance(result := outcome.result(), Failed):
+            for listener in self.sample_listeners:
+                listener(call, result)
+
+    def waiting(self, tenant: str) -> Waiting:
+        """Returns why promises of a tenant that have no outcome have none."""
+        if self._health()[0] not in ("running", "starting"):
+            return Waiting(state="paused_capacity")
+        if self._limits is not None and not self._limits.may_run(tenant):
+            return Waiting(state="paused_rate_limit")
+        return Waiting(state="active")
 
     def status(self) -> HubStatus:
         """Returns the numbers of the hub."""
@@ -294,7 +369,12 @@ class Hub:
             models = [*self._models.values()]
         now = self._clock()
         shown = [one.status(now) for one in models if not one.is_unloaded]
-        return self._meter.status(shown, *self._health())
+        return dataclasses.replace(
+            self._meter.status(shown, *self._health()),
+            commits=self._ledger.commits,
+            commits_seconds=self._ledger.commits_seconds,
+            commit_seconds=self._ledger.last_seconds,
+        )
 
     def _health(self) -> tuple[Health, str | None]:
         if self.died.done():
@@ -337,10 +417,16 @@ class Hub:
     def _add(self, promise: Promise) -> Promise:
         self._promises[promise.request_id] = promise
         self._by_number[promise.model, promise.seq_id] = promise
-        promise.outcome.add_done_callback(
-            lambda _: self._ended.append((self._clock(), promise))
-        )
+        if promise.outcome.done():
+            self._ended.append((self._clock(), promise))
+        else:
+            promise.outcome.add_done_callback(lambda _: self._note_end(promise))
         return promise
+
+    def _note_end(self, promise: Promise) -> None:
+        self._ended.append((self._clock(), promise))
+        for listener in self.listeners:
+            listener(promise)
 
     def _recall(self, logged: Logged) -> Promise:
         """Makes the promise of an operation that is in the ledger."""
@@ -408,7 +494,8 @@ class Hub:
                 self._tick()
             if is_idle:
                 self._meter.begin()
-            is_idle = not (self._start() or self._engine.advance())
+            train = self._engine.advance
+            is_idle = not (self._start() or self._samples.turn(train))
 
     def _take_messages(self, timeout: float | None = None) -> bool:
         """Does what other threads have asked for; returns whether to go on.
@@ -429,6 +516,8 @@ class Hub:
         """Does what is to be done from time to time."""
         now = self._clock()
         self._next_tick = now + _TICK_SECONDS
+        self._ready |= self._limited
+        self._limited.clear()
         for model in [*self._models.values()]:
             if not model.held or model.next_seq in model.held:
                 model.gap_since = None
@@ -438,6 +527,7 @@ class Hub:
                 self._fail_model(model)
             self._snapshot_if_due(model)
         self._drop_ended()
+        self._samples.published.release_unused(self._settings.sampler_seconds)
         if now >= self._next_forgetting and self._ledger.trouble is None:
             self._next_forgetting = now + _FORGET_SECONDS
             self._ledger.forget(self._settings.keep_seconds)
@@ -458,9 +548,23 @@ class Hub:
         while self._ready:
             model = self._models[self._ready.pop()]
             while (promise := model.next_promise()) is not None:
+                if not self._has_tokens(promise):
+                    self._limited.add(model.id)
+                    break
                 has_started = True
                 self._begin(model, promise)
         return has_started
+
+    def _has_tokens(self, promise: Promise) -> bool:
+        """Takes the tokens of a pass from its tenant's rate, if there are enough."""
+        if self._limits is None or not isinstance(promise.operation, Pass):
+            return True
+        if promise.outcome.done() or not self._is_restored:
+            return True  # it is done again
+        if not self._limits.may_run(promise.tenant):
+            return False
+        self._limits.spend(promise.tenant, promise.size[1])
+        return True
 
     def _begin(self, model: Model, promise: Promise) -> None:
         """Begins the next operation of a model.
@@ -513,8 +617,9 @@ class Hub:
             case Save() as save:
                 self._save(model, promise, save)
                 return
-            case Publish():
-                raise ConfigError("this server does not sample yet.")
+            case Publish() as publish:
+                self._publish(model, promise, publish)
+                return
             case Refused() as refused:
                 raise ConfigError(refused.message)
             case Unload():
@@ -575,14 +680,7 @@ class Hub:
 
     def _fail(self, promise: Promise, error: Exception) -> None:
         """Ends an operation by an error."""
-        if not isinstance(error, JaxloraError):
-            logger.error("operation %s has failed", promise.request_id, exc_info=error)
-            message = "the server has made an error, which its log tells."
-            self._finish(promise, Failed(message=message, category="server"))
-            return
-        is_ours = isinstance(error, StorageError | DeviceError)
-        category = "server" if is_ours else "user"
-        self._finish(promise, Failed(message=str(error), category=category))
+        self._finish(promise, _failure(error, f"operation {promise.request_id}"))
 
     def _fail_model(self, model: Model) -> None:
         """Ends a model whose next operation does not come."""
@@ -639,6 +737,50 @@ class Hub:
 
         self._work_on(run)
 
+    def _open_version(
+        self,
+        call: SampleCall,
+        key: str | None,
+        outcome: Future[SampleResult | Failed],
+        begin: Callable[[], None],
+    ) -> None:
+        """Begins a call for samples after its version is opened."""
+        published = self._samples.published
+        if call.version == BASE or published.knows(call.version) or key is None:
+            begin()
+            return
+
+        def read() -> None:
+            try:
+                version = published.read_folder(self._storage.fetch(key))
+            except Exception as error:
+                _end_sampling(outcome, error)
+            else:
+                self._inbox.put(lambda: add(version))
+
+        def add(version: Version) -> None:
+            if not published.knows(call.version):  # else another call has opened it
+                published.add(call.version, version)
+            begin()
+
+        self._work_on(read)
+
+    def _begin_sampling(
+        self,
+        call: SampleCall,
+        outcome: Future[SampleResult | Failed],
+        on_tokens: OnTokens | None,
+    ) -> None:
+        end = functools.partial(_end_sampling, outcome)
+        try:
+            self._samples.submit(call, end, end, on_tokens)
+        except JaxloraError as error:
+            end(error)
+        cancel = lambda: self._samples.cancel(call)
+        outcome.add_done_callback(
+            lambda done: self._inbox.put(cancel) if done.cancelled() else None
+        )
+
     def _work_on(self, run: Callable[[], None]) -> None:
         """Runs a function in another thread."""
         with contextlib.suppress(RuntimeError):  # the hub has ended
@@ -646,10 +788,40 @@ class Hub:
             self._working.add(task)
             task.add_done_callback(self._working.discard)
 
-    def _save(self, model: Model, promise: Promise, save: Save) -> None:
+    def _publish(self, model: Model, promise: Promise, publish: Publish) -> None:
+        """Copies an adapter for sampling, after its files are written if it has some.
+
+        So a version is never another one than that of its files.
+        """
+
+        def copy() -> None:
+            published, one = self._samples.published, _opened(model)
+            published.publish(publish.sampler, one, promise.request_id)
+            self._finish(promise, Done())
+
+        if publish.checkpoint is None:
+            _opened(model)
+            copy()
+        else:
+            save = Save(checkpoint=publish.checkpoint, kind="adapter")
+            self._save(model, promise, save, then=copy)
+
+    def _save(
+        self,
+        model: Model,
+        promise: Promise,
+        save: Save,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         """Writes a checkpoint, which is immutable: what is there is not replaced.
 
         After a crash, what is there may be what this operation has written.
+
+        Args:
+            model: The model.
+            promise: The operation.
+            save: What to write.
+            then: What this thread does at the end; None: it finishes the operation.
         """
         one, key = _opened(model), save.checkpoint
         begin = begin_state_file if save.kind == "state" else begin_folder
@@ -666,7 +838,7 @@ class Hub:
                     promise.has_begun = True
                 with self._storage.writing(key) as path:
                     write(path)
-            return lambda: self._finish(promise, Done())
+            return then or (lambda: self._finish(promise, Done()))
 
         self._elsewhere(model, promise, work)
 
@@ -1027,6 +1199,7 @@ class Hub:
             self._take_late_messages()
         try:
             self._engine = self._engine.anew()
+            self._samples.renew(self._engine)
         except Exception as again:
             return self._die(again)
         return True
@@ -1079,6 +1252,25 @@ def _opened(model: Model) -> OpenAdapter:
             "unloaded. Create another."
         )
     return model.adapter
+
+
+def _failure(error: Exception, what: str) -> Failed:
+    """Returns what a client is told of an error, which may be ours."""
+    if not isinstance(error, JaxloraError):
+        logger.error("%s has failed", what, exc_info=error)
+        message = "the server has made an error, which its log tells."
+        return Failed(message=message, category="server")
+    is_ours = isinstance(error, StorageError | DeviceError)
+    return Failed(message=str(error), category="server" if is_ours else "user")
+
+
+def _end_sampling(
+    outcome: Future[SampleResult | Failed], found: SampleResult | Exception
+) -> None:
+    """Ends a call for samples by its result, or by an error."""
+    is_error = isinstance(found, Exception)
+    with contextlib.suppress(InvalidStateError):  # it was cancelled
+        outcome.set_result(_failure(found, "a sample") if is_error else found)
 
 
 def _snapshots(model: Model) -> str:

@@ -195,6 +195,9 @@ class Ledger:
     Attributes:
         trouble: Why nothing can be written at the moment; None: all is well.
         is_fenced: Whether another server has taken the database for good.
+        commits: Transactions that are on disk.
+        commits_seconds: How long these took, in all.
+        last_seconds: How long the last of them took; None: there was none.
     """
 
     def __init__(self, database: Database, *, clock: Callable[[], float] = time.time):
@@ -212,6 +215,8 @@ class Ledger:
         self._insert = sqlite.insert if database.is_sqlite else postgresql.insert
         self.trouble: str | None = None
         self.is_fenced = False
+        self.commits, self.commits_seconds = 0, 0.0
+        self.last_seconds: float | None = None
         self._token = secrets.token_hex(16)
         self._lock = _Lock(database)
         try:
@@ -374,6 +379,7 @@ class Ledger:
         """Writes entries in one transaction, as often as it takes."""
         seconds, longest = _RETRY_SECONDS
         while True:
+            begun = time.monotonic()
             try:
                 self._commit(entries)
             except Exception as error:
@@ -388,6 +394,9 @@ class Ledger:
                 if self.trouble is not None:
                     logger.info("the database can be written again")
                 self.trouble = None
+                self.last_seconds = time.monotonic() - begun
+                self.commits += 1
+                self.commits_seconds += self.last_seconds
                 return
 
     def _commit(self, entries: Sequence[_Entry]) -> None:

@@ -49,7 +49,8 @@ class TokenBucket:
     def wait(self, now: float) -> float:
         """Returns the seconds until a request may begin."""
         self._fill(now)
-        return max(0.0, -self._level / self.rate)
+        wait = -self._level / self.rate
+        return wait if wait > 1e-6 else 0.0  # less may be too little for a clock
 
     def take(self, tokens: float, now: float) -> None:
         """Takes the tokens of a request that begins."""
@@ -190,9 +191,11 @@ class Limits:
         return self._buckets[tenant]
 
 
-# Paths to which tenants send files of data, which may be larger than other bodies.
-UPLOADS = ("/jobs/v1/uploads", "/jobs/v1/data")
+# Beginning of paths to which tenants send files of data, which may be larger than other
+# bodies.
+UPLOADS = "/jobs/v1/uploads/"
 # Frames with a larger window would need as much memory for any content.
+_SMALL_BODY = 2**16
 _MOST_WINDOW = 2**27
 
 
@@ -304,7 +307,13 @@ async def _decompressed(
         pieces.append(message.get("body", b""))
         if not message.get("more_body", False):
             break
-    body = await asyncio.to_thread(decompress, b"".join(pieces), most)
+    body = b"".join(pieces)
+    # Another thread would take longer to begin than a small body takes.
+    is_small = 0 <= _frame_size(body) <= _SMALL_BODY and most > _SMALL_BODY
+    if is_small and len(body) <= _SMALL_BODY:
+        body = decompress(body, _SMALL_BODY)
+    else:
+        body = await asyncio.to_thread(decompress, body, most)
     dropped = (b"content-encoding", b"content-length", b"transfer-encoding")
     kept = [(key, value) for key, value in scope["headers"] if key not in dropped]
     length = (b"content-length", str(len(body)).encode())
@@ -318,6 +327,15 @@ async def _decompressed(
         return {"type": "http.request", "body": body, "more_body": False}
 
     return {**scope, "headers": [*kept, length]}, whole
+
+
+def _frame_size(body: bytes) -> int:
+    """Returns the bytes that the only frame of a body decompresses to; -1: unknown."""
+    try:
+        parameters = zstandard.get_frame_parameters(body)
+    except zstandard.ZstdError:
+        return -1
+    return parameters.content_size if parameters.content_size < 2**62 else -1
 
 
 def decompress(body: bytes, most: int) -> bytes:

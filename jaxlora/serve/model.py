@@ -1,6 +1,7 @@
 """Promises of operations, and the models whose operations run in their order."""
 
 import dataclasses
+import time
 from concurrent.futures import Future
 
 from jaxlora.serve.ledger import Logged, LoggedModel
@@ -33,6 +34,8 @@ class Promise:
             be told that it was accepted. It raises if the server ends before.
         outcome: Holds `Done` or `Failed` as soon as it is there and durable.
         has_begun: Whether it may have left files in the storage.
+        taken_at: When it was taken, or was read after a restart, in seconds of
+            `time.monotonic`.
     """
 
     request_id: str
@@ -44,6 +47,7 @@ class Promise:
     accepted: Future[None] = dataclasses.field(default_factory=Future)
     outcome: Future[Done | Failed] = dataclasses.field(default_factory=Future)
     has_begun: bool = False
+    taken_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self):
         # Who stops to wait for them cancels them, and others wait on.
@@ -192,4 +196,5 @@ class Model:
             loss_per_token=self.loss_per_token,
             tokens_per_second=tokens,
             failure=self.failure,
+            place=None if self.adapter is None else self.adapter.place,
         )

@@ -19,7 +19,7 @@ from jaxlora.errors import ConfigError
 from jaxlora.objectives.base import Objective
 from jaxlora.objectives.next_token import NEXT_TOKEN
 from jaxlora.objectives.sample import TokenizedSample
-from jaxlora.objectives.table import OBJECTIVES
+from jaxlora.objectives.table import OBJECTIVES, has_baseline
 from jaxlora.session.datum import Datum
 
 Logprobs = Sequence[np.ndarray]  # of each datum
@@ -169,7 +169,7 @@ class BatchLoss:
         }
         if objective.needs_reference:  # it is never computed with the microbatch
             inputs["reference_nll"] = np.zeros(num_rows, np.float32)
-        if objective.baseline is not None:
+        if has_baseline((objective.name,)):  # or it is one
             inputs["baseline"] = np.full(num_rows, self.baseline, np.float32)
         numbers = np.repeat(np.arange(len(lengths)), lengths)
         groups = rows([numbers], -1).astype(np.int32)

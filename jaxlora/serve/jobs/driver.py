@@ -9,13 +9,14 @@ accepted with their results. So no step is lost, and none is done twice.
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
@@ -25,7 +26,6 @@ from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.optimizers.table import ADAMW
 from jaxlora.config.session_config import AdamParams
 from jaxlora.data.pack import JobBatch
-from jaxlora.errors import ConfigError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.structure import linear_names
 from jaxlora.objectives.base import next_token_targets
@@ -45,9 +45,11 @@ from jaxlora.serve.operation import (
     Step,
     Unload,
 )
-from jaxlora.serve.storage import Storage
+from jaxlora.serve.storage import NotStored, Storage
 from jaxlora.session.datum import ChosenLoss
 from jaxlora.train.job_state import JobState
+
+logger = logging.getLogger(__name__)
 
 _CROSS_ENTROPY = ChosenLoss.of("cross_entropy", None)
 # Batches that the hub has before the driver waits for the first of them.
@@ -56,6 +58,7 @@ _MOST_IN_FLIGHT = 2
 _MOST_TOKENS = 2**16
 _RATE_SECONDS = 0.1  # between looks whether the tenant's tokens a second allow a batch
 _POLL_SECONDS = 0.05
+_SAVE_SECONDS = 10.0  # before an adapter is written again that could not be written
 _RECENT_STEPS = 50  # that the time left is estimated from
 
 
@@ -203,6 +206,18 @@ class Driver:
     async def _do(self, operation: Operation) -> Any:
         return await _result(self._submit(operation))
 
+    async def _save(self, key: str, kind: Literal["state", "adapter"]) -> None:
+        """Writes the adapter into the storage; waits until that has room and works."""
+        while True:
+            operation = Save(checkpoint=key, kind=kind)
+            outcome = await awaited(self._submit(operation).outcome)
+            if not isinstance(outcome, Failed):
+                return
+            if outcome.category == "user":
+                raise FailedOperation(outcome.message)
+            logger.warning("job %s is not saved yet: %s", self._job.id, outcome.message)
+            await asyncio.sleep(_SAVE_SECONDS)
+
     def _forward(
         self, loss: BatchLoss, submit: Callable[[Operation], Promise] | None = None
     ) -> list[tuple[BatchLoss, Promise]]:
@@ -242,6 +257,8 @@ class Driver:
             if state.lacks_references:
                 await self._refer()
         self._keep()
+        for name in ("start", "copied", "reference"):  # the hub has copies of its own
+            self._around.storage.delete(job.file(name))
 
     def _write_adapter(self, name: str, adapter: Callable[[], Adapter]) -> None:
         """Writes an adapter into the storage, unless it is there already."""
@@ -302,7 +319,6 @@ class Driver:
         state, step = self._state, self._num_submitted
         self._num_submitted += 1
         batch, values = state.batch(0, step), None
-        self._around.limits.spend(self._job.tenant, batch.num_tokens)
         loss = BatchLoss.of(batch, await self._baseline(batch))
         if loss.is_linear:
             weights = loss.weights()
@@ -404,7 +420,7 @@ class Driver:
     async def _copy(self, copy: Copy) -> None:
         """Writes the whole state of the job for a copy of it."""
         job, storage = self._job, self._around.storage
-        await self._do(Save(checkpoint=job.file("copied", copy.job), kind="state"))
+        await self._save(job.file("copied", copy.job), "state")
         references = job.file("references", copy.job)
         if self._state.references and not is_there(storage, references):
             path = storage.fetch(job.file("references"))
@@ -449,7 +465,7 @@ class Driver:
         """Writes the adapter, in place of the one that was written before."""
         job = self._job
         key, old = job.file(f"adapter-{self._state.progress.step}"), job.adapter
-        await self._do(Save(checkpoint=key, kind="adapter"))
+        await self._save(key, "adapter")
         job.adapter = key
         if old is not None and old != key:
             self._around.storage.delete(old)
@@ -463,8 +479,7 @@ class Driver:
             await self._export()
         await self._do(Unload())
         self._keep(is_last=True)
-        for name in ("start", "copied", "reference", "references"):
-            self._around.storage.delete(job.file(name))
+        self._around.storage.delete(job.file("references"))
 
 
 class _Numbers:
@@ -530,7 +545,6 @@ def awaited[T](future: Future[T]) -> asyncio.Future[T]:
 def is_there(storage: Storage, key: str) -> bool:
     """Whether the storage has something by a key."""
     try:
-        storage.fetch(key)
-    except ConfigError:
+        return bool(storage.files(key))
+    except NotStored:
         return False
-    return True

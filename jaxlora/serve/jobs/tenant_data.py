@@ -100,7 +100,8 @@ class TenantData:
             if not size:
                 raise DataError(f"{name} is empty. Send the file as the body.")
             self._limits.check_storage(tenant, size)
-        self._registry.add("upload", tenant, _key(tenant, name), num_bytes=size)
+        key = _key(tenant, name)
+        self._registry.add("upload", tenant, key, num_bytes=size, key=key)
         return self.find(tenant, name)
 
     def uploads(self, tenant: str, limit: int, offset: int) -> Sequence[Entry]:

@@ -105,7 +105,7 @@ class LoraConfig(Body):
     """The adapter of a model."""
 
     rank: Count
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -348,7 +348,7 @@ class PassBody:
             try:
                 tokens, fields = self.decode(one)
                 datums.append(_datum(tokens, fields))
-                loss.sample(datums[-1])
+                loss.check(datums[-1])
             except DataError as error:
                 raise DataError(f"datum {number}: {error}") from None
         if not datums:

@@ -53,6 +53,8 @@ class Sample:
 
     def answer(self, *, as_protobuf: bool) -> Response:
         """Returns the answer with the outcome, which is there."""
+        if self.outcome.cancelled():
+            return failure("the request was cancelled by its client.", "user")
         outcome = self.outcome.result()
         if isinstance(outcome, Failed):
             return failure(outcome.message, outcome.category)

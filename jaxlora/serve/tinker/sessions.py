@@ -282,4 +282,5 @@ def _add_absent(api: APIRouter, path: str, what: str) -> None:
     async def absent(who: Anyone) -> Any:
         raise HTTPException(404, f"this server has no {what}.")
 
-    api.add_api_route(f"/{path}", absent, methods=["GET", "POST", "PUT", "DELETE"])
+    methods = ["GET", "POST", "PUT", "DELETE"]
+    api.add_api_route(f"/{path}", absent, methods=methods, include_in_schema=False)

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from jaxlora.config.session_config import AdamParams
 from jaxlora.errors import ConfigError, DataError, StorageError
 from jaxlora.models.structure import linear_names
-from jaxlora.serve.hub import Promise
+from jaxlora.serve.hub import Promise, SeqConflict
 from jaxlora.serve.keys import Principal, allowed, authenticate
 from jaxlora.serve.operation import (
     Create,
@@ -30,7 +30,6 @@ from jaxlora.serve.operation import (
     Save,
     Step,
     Unload,
-    encode,
 )
 from jaxlora.serve.registry import Entry, NotFound, Taken
 from jaxlora.serve.server import Server
@@ -48,6 +47,7 @@ POLL_SECONDS = 30.0
 # Bodies of more bytes are decoded in another thread, so that other requests go on.
 _LARGE_BODY = 2**17
 _RETRY_SECONDS = 1.0
+_MOST_KNOWN = 10_000
 
 Trainer = Annotated[Principal, Depends(allowed("train"))]
 Anyone = Annotated[Principal, Depends(authenticate)]
@@ -66,6 +66,7 @@ class Models:
     def __init__(self, server: Server):
         """Makes the object for a server."""
         self._server = server
+        self._known: dict[tuple[str, str], Entry] = {}
 
     # ---- creation --------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class Models:
             )
         targets = self._targets(lora)
         id = f"{body.session_id}:train:{body.model_seq_id}"
-        seed = zlib.crc32(id.encode()) if lora.seed is None else lora.seed
+        seed = zlib.crc32(id.encode()) % 2**31 if lora.seed is None else lora.seed
         about = {
             "rank": lora.rank,
             "train_unembed": False,
@@ -189,6 +190,22 @@ class Models:
 
     # ---- requests by number ----------------------------------------------------------
 
+    def owned(self, who: Principal, id: str) -> Entry:
+        """Returns the entry of a model, as it was when it was made.
+
+        A model never gets another tenant, so it is looked up once, as this takes longer
+        than all else that a small request needs.
+
+        Raises:
+            NotFound: The tenant has no such model.
+        """
+        if (found := self._known.get((who.tenant, id))) is None:
+            found = self._server.registry.owned(who.tenant, "model", id)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[who.tenant, id] = found
+        return found
+
     def submit(
         self,
         who: Principal,
@@ -208,7 +225,7 @@ class Models:
             JaxloraError: The model is another's, or a quota is used up.
             HTTPException: The number has another request.
         """
-        model = self._server.registry.owned(who.tenant, "model", model_id)
+        model = self.owned(who, model_id)
         try:
             operation = make(model)
         except (ConfigError, DataError, NotFound) as error:
@@ -224,20 +241,25 @@ class Models:
             server.limits.begin(who.tenant, tokens)
         try:
             promise = server.hub.submit(who.tenant, model_id, number, operation)
+        except SeqConflict:
+            server.limits.end(who.tenant, tokens)
+            model = server.registry.owned(who.tenant, "model", model_id)
+            if model.fields.get("unloaded"):
+                text = f"model {model_id} was unloaded. Make another."
+            else:
+                text = (
+                    f"request {number - 1} of model {model_id} was accepted before, "
+                    "with another content. Number requests anew for each model."
+                )
+            raise HTTPException(422, text) from None
         except BaseException:
             server.limits.end(who.tenant, tokens)
             raise
+        end = lambda outcome: server.limits.end(who.tenant, tokens)
         if promise.operation is operation:
-            end = lambda outcome: server.limits.end(who.tenant, tokens)
             promise.outcome.add_done_callback(end)
-            return promise
-        server.limits.end(who.tenant, tokens)
-        if not _is_same(promise.operation, operation):
-            raise HTTPException(
-                422,
-                f"request {number - 1} of model {model_id} was accepted before, with "
-                "another content. Number requests anew for each model.",
-            )
+        else:  # it has come again
+            end(None)
         return promise
 
     def pass_of(self, body: PassBody) -> Pass:
@@ -314,13 +336,6 @@ class Models:
         return Publish(sampler=key, checkpoint=key)
 
 
-def _is_same(old: Operation, new: Operation) -> bool:
-    """Whether two operations are the same request."""
-    if isinstance(old, Refused) or isinstance(new, Refused):
-        return True  # whether it can be done may have changed in between
-    return encode(old).digest == encode(new).digest
-
-
 def _step(body: bodies.OptimStep) -> Step:
     given = body.adam_params
     if body.optimizer_params is not None:
@@ -350,10 +365,11 @@ def _step(body: bodies.OptimStep) -> Step:
 def router(server: Server, samplers: Samplers) -> APIRouter:
     """Returns the routes that train and that give results."""
     api, models = APIRouter(), Models(server)
-    _add_models(api, server, models)
-    _add_passes(api, server, models)
-    _add_saves(api, models, samplers)
+    # Routes are looked for in this order, so those of frequent requests are first.
+    _add_passes(api, models)
     _add_results(api, server, samplers)
+    _add_saves(api, models, samplers)
+    _add_models(api, server, models)
     return api
 
 
@@ -414,7 +430,7 @@ def unload(server: Server, model: Entry) -> Promise:
     return server.hub.submit_last(model.tenant, model.id, Unload())
 
 
-def _add_passes(api: APIRouter, server: Server, models: Models) -> None:
+def _add_passes(api: APIRouter, models: Models) -> None:
 
     async def submit(
         who: Principal, request: Request, name: str, *, may_be_protobuf: bool
@@ -501,7 +517,7 @@ def _add_results(api: APIRouter, server: Server, samplers: Samplers) -> None:
                 "for its time. Send the request again.",
             )
         if not await is_done(promise.outcome, POLL_SECONDS):
-            return waiting(body.request_id)
+            return waiting(body.request_id, server.hub.waiting(who.tenant).state)
         return answer(
             *(promise.model, promise.operation, promise.outcome.result()),
             body.request_id,

@@ -94,8 +94,8 @@ def live_through(folder, model, num_steps: int, kills: list[tuple[float, str]]) 
     Returns:
         What became of each operation.
     """
-    known, outcomes, num_kills = {}, {}, 0
-    for limit, after in [*kills, (None, "ready")]:
+    known, outcomes = {}, {}
+    for number, (limit, after) in enumerate([*kills, (None, "ready")], 1):
         life = Life(folder, model, num_steps, known)
         is_done = life.end(limit, after)
         for word, *rest in life.lines:
@@ -108,8 +108,7 @@ def live_through(folder, model, num_steps: int, kills: list[tuple[float, str]]) 
                 assert outcomes.setdefault(key, found) == found, key
         if is_done:
             break
-        num_kills += 1
-        print(f"{num_kills} kills, {len(outcomes)} outcomes", flush=True)
+        print(f"{number} kills, {len(outcomes)} outcomes", flush=True)
     return outcomes
 
 

@@ -208,7 +208,7 @@ def test_a_server_that_lost_the_database_acknowledges_nothing(open_hub):
     with pytest.raises(ConfigError, match="another server has taken the database"):
         late.accepted.result(timeout=60)
     assert hub.status().health == "failed" and not hub.status().is_healthy
-    assert hub.waiting().state == "paused_capacity"
+    assert hub.waiting("t").state == "paused_capacity"
     with pytest.raises(Unavailable, match="the server is failed"):
         hub.submit("t", "m", 2, STEP)
     assert not late.outcome.done()
@@ -224,7 +224,7 @@ def test_a_full_disk_delays_and_drops_nothing(hub, monkeypatch):
     monkeypatch.setattr(hub._ledger, "_commit", fail)
     late = hub.submit("t", "m", 3, STEP)
     wait_for(lambda: hub.status().health == "paused")
-    assert hub.waiting().state == "paused_capacity"
+    assert hub.waiting("t").state == "paused_capacity"
     assert "disk is full" in hub.status().reason
     assert hub.submit("t", "m", 3, STEP) is late  # a retry
     with pytest.raises(Unavailable, match="disk is full"):
@@ -233,7 +233,7 @@ def test_a_full_disk_delays_and_drops_nothing(hub, monkeypatch):
     monkeypatch.setattr(hub._ledger, "_commit", commit)
     assert late.outcome.result(timeout=60).result.step == 1
     assert late.accepted.done()
-    assert hub.status().health == "running" and hub.waiting().state == "active"
+    assert hub.status().health == "running" and hub.waiting("t").state == "active"
 
 
 class Clock:

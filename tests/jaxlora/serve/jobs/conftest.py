@@ -8,7 +8,6 @@ from fastapi.testclient import TestClient
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import make_app, make_server
-from jaxlora.serve.jobs.routes import router
 from tests import tiny
 from tests.jaxlora.session.conftest import SETTINGS
 
@@ -51,7 +50,7 @@ class JobClient(TestClient):
 
     def wait(self, name, until=lambda job: job["status"] in OVER):
         """Returns a job as soon as it is as wanted."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 40
         while not until(job := self.job(name)):
             assert time.monotonic() < deadline, job
             time.sleep(0.01)
@@ -62,34 +61,18 @@ class JobClient(TestClient):
         return [line for line in lines if line["event"] == kind]
 
 
-@pytest.fixture
-def serve(tiny_model, model_folder, tmp_path):
-    """Makes clients of servers in one folder, one after the other."""
+@pytest.fixture(scope="session")
+def serve_in(tiny_model, model_folder):
+    """Makes a client of a server that has its files in a folder."""
 
-    def serve(**settings):
+    def serve(folder, **settings):
         config = ServeConfig(
             model=str(model_folder),
-            folder=str(tmp_path / "serve"),
+            folder=str(folder / "serve"),
             session=SETTINGS,
             **settings,
         )
-        server = make_server(config, tiny_model)
-        app = make_app(server)
-        app.include_router(router(server))
+        app = make_app(make_server(config, tiny_model))
         return JobClient(app, base_url="http://localhost")
 
     return serve
-
-
-@pytest.fixture
-def client(serve):
-    with serve() as client:
-        yield client
-
-
-@pytest.fixture
-def records(tmp_path):
-    """A file of records."""
-    path = tmp_path / "rows.jsonl"
-    tiny.write_records(path, 24, seed=0)
-    return path

@@ -91,8 +91,8 @@ class Api:
     def get(self, path: str, **params: Any) -> Any:
         return self.good(self.send("GET", path, params=params))
 
-    def post(self, path: str, status: int = 200, **body: Any) -> Any:
-        return self.good(self.send("POST", path, json=body), status)
+    def post(self, route: str, status: int = 200, /, **body: Any) -> Any:
+        return self.good(self.send("POST", route, json=body), status)
 
     def good(self, response: Any, status: int = 200) -> Any:
         assert response.status_code == status, (response.status_code, response.text)
