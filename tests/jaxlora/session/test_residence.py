@@ -161,3 +161,20 @@ def test_500_adapters_on_five_slots(tiny_model, make_adapter):
     first = [tenant for tenant, _ in done[:90]]
     assert abs(first.count("few") - 45) <= 6
     assert 240 <= engine._residence.num_moves <= 260
+
+
+def test_a_tenant_has_no_more_slots_than_it_may(tiny_model, make_adapter):
+    """Its own adapters leave for each other, though there are free slots."""
+    most = {"few": 2, "many": None}
+    engine = Engine(tiny_model, SessionConfig(**SETTINGS), slots_of=most.__getitem__)
+    adapter = scaled(make_adapter(LINEARS, rank=2, seed=0))
+    data, loss = datums(np.random.default_rng(6)), ChosenLoss.of("cross_entropy", None)
+    every = [engine.open(f"few{i}", adapter, tenant="few") for i in range(4)]
+    other = engine.open("other", adapter, tenant="many")
+    for one in every:
+        engine.submit(one, pass_call(engine, data, loss, is_training=True))
+    for one in every:
+        engine.finish(one)
+        here = [one for one in every if one.slot is not None]
+        assert len(here) == 2 and other.slot is not None
+    assert all(one.has_gradients for one in every)
