@@ -745,7 +745,7 @@ _CALLS = (
         "gradients of a parked adapter are finite when it comes back",
         "self._write_gradients(slot, pending, rows.is_finite)",
         "self._write_gradients(slot, pending, True)",
-        f"{_SESSION}/test_residence.py::test_what_is_not_finite_stays_with_its_owner",
+        f"{_SESSION}/test_residence.py",
     ),
     _mutant(
         "rows of an adapter run with the slot of another one",

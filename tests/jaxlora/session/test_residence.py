@@ -1,5 +1,7 @@
 """Adapters beyond the slots wait on the host, or in files, and lose no bit."""
 
+import dataclasses
+
 import numpy as np
 
 from jaxlora import Datum
@@ -92,6 +94,21 @@ def test_what_is_not_finite_stays_with_its_owner(opened):
     assert not session.optim_step("a", RATE).result().is_finite
     session.forward_backward("a", data)
     assert session.optim_step("a", RATE).result().is_finite
+
+
+def test_a_loss_that_was_not_finite_is_known_when_the_adapter_is_back(opened):
+    """Though its gradients are."""
+    session, data = opened("a", "b"), datums(np.random.default_rng(7))
+    engine = session._engine
+    session.forward_backward("a", data).result()
+    one, state = engine.adapters["a"], engine.table.state
+    is_finite = state.pending.is_finite.at[one.slot].set(False)
+    pending = dataclasses.replace(state.pending, is_finite=is_finite)
+    engine.table.state = dataclasses.replace(state, pending=pending)
+    engine.park(one)
+    session.forward_backward("b", data).result()
+    assert not session.optim_step("a", RATE).result().is_finite
+    assert session.optim_step("b", RATE).result().is_finite
 
 
 def test_parked_adapters_can_be_read(opened, tmp_path):
