@@ -26,7 +26,7 @@ CLIENT = pathlib.Path(__file__).with_name("tinker_client.py")
 @pytest.mark.parametrize("python", PYTHONS)
 def test_all_public_methods(python, tmp_path):
     model = tiny.write_model(tmp_path / "model")
-    with running_server(tmp_path, model, limits={"datums": 4}) as address:
+    with running_server(tmp_path, model, limits={"tokens": 100}) as address:
         environment = {"TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-local"}
         done = subprocess.run(
             [python, CLIENT, str(model)],

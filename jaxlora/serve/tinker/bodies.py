@@ -105,7 +105,7 @@ class LoraConfig(Body):
     """The adapter of a model."""
 
     rank: Count
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

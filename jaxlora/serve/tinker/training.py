@@ -92,7 +92,7 @@ class Models:
             )
         targets = self._targets(lora)
         id = f"{body.session_id}:train:{body.model_seq_id}"
-        seed = zlib.crc32(id.encode()) if lora.seed is None else lora.seed
+        seed = zlib.crc32(id.encode()) % 2**31 if lora.seed is None else lora.seed
         about = {
             "rank": lora.rank,
             "train_unembed": False,
@@ -517,7 +517,7 @@ def _add_results(api: APIRouter, server: Server, samplers: Samplers) -> None:
                 "for its time. Send the request again.",
             )
         if not await is_done(promise.outcome, POLL_SECONDS):
-            return waiting(body.request_id, server.hub.waiting().state)
+            return waiting(body.request_id, server.hub.waiting(who.tenant).state)
         return answer(
             *(promise.model, promise.operation, promise.outcome.result()),
             body.request_id,
