@@ -1,7 +1,6 @@
 """The slots: a fixed set of tables that jobs join and leave without recompiling."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jaxlora.adapters.parked_slot import (
 from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import (
+    divided_rows,
     padded_rows,
     read_slot_rows,
     zero_state,
@@ -179,11 +179,12 @@ class SlotTable:
         """Pads an adapter to the rows of a slot; any thread may call this."""
         tensors = adapter.by_path()
         shapes = {path: array.shape for path, array in tensors.items()}
-        return PaddedAdapter(adapter, shapes, self.pad_tensors(tensors))
+        return PaddedAdapter(adapter, shapes, self._padded(PARAMS, tensors))
 
-    def pad_tensors(self, tensors: Mapping[str, np.ndarray]) -> Rows:
-        """Pads tensors that are like weights, by path, to the rows of a slot."""
-        return self._padded(PARAMS, tensors)
+    def flat(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns tensors that are like weights, by path, as `lift` does."""
+        rows = self._padded(PARAMS, tensors)
+        return np.concatenate([rows[name].ravel() for name in sorted(rows)])
 
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         """Puts an adapter into a slot, with its optimizer's state at the start.
@@ -227,16 +228,15 @@ class SlotTable:
         number = np.int32(slot)
         return {kind: self._read_slot(own, number) for kind, own in self.kept.items()}
 
-    def lower(self, slot: int, flat: Mapping[Kind, np.ndarray], like: Adapter) -> None:
-        """Puts rows that `lift` has copied into a slot, which need not be the same.
+    def adopt(self, slot: int, state: AdapterState, like: Adapter) -> None:
+        """Takes a state in which a slot has the rows of an adapter.
 
         Args:
-            slot: A slot, whose state is replaced.
-            flat: The rows, on the host, of an adapter that AdamW trains.
-            like: The adapter as it was loaded.
+            slot: The slot.
+            state: The state of all slots.
+            like: The adapter as it was loaded, which AdamW trains.
         """
-        rows = {kind: self.divide(kind, own) for kind, own in flat.items()}
-        self._write(slot, rows)
+        self.state = state
         shapes = {path: array.shape for path, array in like.by_path().items()}
         self._activate(slot, like, shapes, ADAMW.name)
 
@@ -252,8 +252,7 @@ class SlotTable:
         shapes = {path: array.shape for path, array in like.by_path().items()}
         found = {}
         for kind, own in flat.items():
-            rows = self.divide(kind, own)
-            found[kind] = _own(to_paths(self._stacks(rows), rows), shapes)
+            found[kind] = _own(self._by_path(kind, own), shapes)
         return found
 
     def _activate(
@@ -370,24 +369,11 @@ class SlotTable:
         return rows
 
     def _by_path(self, kind: Kind, flat: np.ndarray) -> Rows:
-        rows = self.divide(kind, flat)
-        return to_paths(self._stacks(rows), rows)
-
-    def divide(self, kind: Kind, flat: np.ndarray) -> Rows:
-        """Returns views of what `read_slot_rows` has joined, by name of the stack.
-
-        Args:
-            kind: Its kind; of another kind, it is like weights.
-            flat: The rows.
-        """
+        """Divides what `read_slot_rows` has joined; other kinds are like weights."""
         tables = self._tables.get(kind, self._tables[PARAMS])
-        shapes = {name: tables[name].shape[1:] for name in sorted(tables)}
-        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
-        parts = np.split(flat, ends[:-1])
-        return {
-            name: part.reshape(shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
+        shapes = {name: table.shape[1:] for name, table in tables.items()}
+        rows = divided_rows(flat, shapes)
+        return to_paths(self._stacks(rows), rows)
 
     def _padded(self, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Rows:
         """Returns the rows of a slot for tensors by path, and zeros for the others."""

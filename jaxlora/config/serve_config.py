@@ -130,11 +130,12 @@ def _behind(serve: Any, wrong: Wrong) -> None:
 
 
 def _quotas(serve: Any, wrong: Wrong) -> None:
-    for name, quota in serve.quotas.items():
-        if quota.slots is not None and quota.slots > serve.session.slots:
+    slots = serve.session.slots
+    for name, quota in serve.quotas.items() if slots != "auto" else ():
+        if quota.slots is not None and quota.slots > slots:
             wrong["quotas"] = (
                 f"{name}.slots={quota.slots} is more than session.slots="
-                f"{serve.session.slots}. Lower it, or leave it out."
+                f"{slots}. Lower it, or leave it out."
             )
 
 
@@ -197,7 +198,7 @@ class ServeConfig(BaseSettings):
     storage: str | None = None
     storage_options: dict[str, str | int | float | bool] = {}
     cache_bytes: PositiveInt = 20 * 2**30
-    train_unembed: Literal["refuse", "ignore"] = "refuse"
+    train_unembed: Literal["refuse", "ignore"] = "ignore"
     datasets: dict[str, InputPath] = {}
     running_jobs: PositiveInt | None = None
     quotas: dict[str, Quota] = {}

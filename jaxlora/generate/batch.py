@@ -18,13 +18,12 @@ from jaxtyping import Float32, Int32
 from jaxlora.generate.loaded import LoadedDecoder
 from jaxlora.generate.programs import (
     MAX_STEPS,
-    MOST_TOP_TOKENS,
     NO_TOKEN,
     Scores,
     Sequences,
 )
 from jaxlora.generate.prompt import FinishReason
-from jaxlora.programs.program import announce, counting, finish
+from jaxlora.programs.program import Prepared, announce, counting, finish
 
 _END_IDS = 8  # that the device knows; the host knows all
 # XLA runs products of a matrix and a single row badly on a GPU: it would first convert
@@ -202,12 +201,16 @@ class Batch:
         """
         self.decoder, self.shape = decoder, shape
         self._programs = decoder.programs
+        prepared = self.prepare(decoder, shape)
+        announce(prepared)
+        decoder.weights()  # they may be loaded beside
+        with counting(prepared):
+            finish(prepared)
         self._state = self._programs.empty(shape.num_rows, shape.cache_tokens)
         self._rows: list[_Row | None] = [None] * shape.num_rows
         self._parts: deque[Callable[[], None]] = deque()
         self._queued: tuple[list[_Row | None], list[jax.Array]] | None = None
         self._scored: list[tuple[list[_Row | None], np.ndarray, Scores]] = []
-        self._prepare()
 
     @staticmethod
     def of(
@@ -233,58 +236,35 @@ class Batch:
             batch.queue()
         return batch
 
-    def _prepare(self) -> None:
-        """Compiles the programs side by side, and while the base is loaded."""
-        programs, shape = self._programs, self.shape
-        if programs.is_on_mesh:
-            return
-        weights = self.decoder.weights(wait=False)
-        rows = self._sequences(self._rows)
-        num = np.int32(0)
-        prepared = [programs.decode.prepare(self._state, weights, rows, num)]
-        some, others = rows, None
-        if shape.prompt_rows is not None:
-            some = self._sequences([None] * shape.prompt_rows)
-            others = np.zeros(shape.prompt_rows, np.int32)
-            prepared.append(programs.repeat.prepare(self._state, num, rows.slots))
-        ids = np.zeros((len(some.slots), shape.part_tokens), np.int32)
-        given = self._state, weights, some, ids, ids[:, 0], others
-        prepared.insert(0, programs.prefill.prepare(*given))
-        announce(prepared)
-        self.decoder.weights()
-        with counting(prepared):
-            finish(prepared)
+    @staticmethod
+    def prepare(
+        decoder: LoadedDecoder, shape: BatchShape, num_top: int | None = None
+    ) -> list[Prepared]:
+        """Starts to compile what runs a batch, side by side; on a mesh, nothing.
 
-    def _sequences(self, rows: Sequence[_Row | None]) -> Sequences:
-        """Returns the sequences in some rows as the programs take them."""
-        num = len(rows)
-        ints = np.zeros((5, num), np.int32)
-        floats = np.ones((2, num), np.float32)
-        is_done, end_ids = np.ones(num, bool), np.full((num, _END_IDS), NO_TOKEN)
-        for i, row in enumerate(rows):
-            if row is None:
-                continue
-            request, step = row.request, len(row.answer.token_ids)
-            place = len(request.token_ids) + step
-            ints[:, i] = request.slot, place, step, request.seed, request.top_k
-            floats[:, i] = request.temperature, request.top_p
-            is_done[i] = row.answer.finish_reason is not None
-            known = [*itertools.islice(request.end_ids, _END_IDS)]
-            end_ids[i, : len(known)] = known
-        slots, place, step, seeds, top_k = ints
-        temperature, top_p = floats
-        sequences: Any = Sequences  # with arrays of the host
-        return sequences(
-            slots=slots,
-            place=place,
-            step=step,
-            is_done=is_done,
-            seeds=seeds,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            end_ids=end_ids.astype(np.int32),
-        )
+        Args:
+            decoder: The decoder.
+            shape: The shape.
+            num_top: See `Request`.
+        """
+        programs = decoder.programs
+        if programs.is_on_mesh:
+            return []
+        empty = functools.partial(programs.empty, shape.num_rows, shape.cache_tokens)
+        given = jax.eval_shape(empty), decoder.weights(wait=False)
+        rows, num = _sequences([None] * shape.num_rows), np.int32(0)
+        prompts, numbers, prepared = rows, None, []
+        if shape.prompt_rows is not None:
+            prompts = _sequences([None] * shape.prompt_rows)
+            numbers = np.zeros(shape.prompt_rows, np.int32)
+            prepared.append(programs.repeat.prepare(given[0], num, rows.slots))
+        ids = np.zeros((len(prompts.slots), shape.part_tokens), np.int32)
+        prompts = *given, prompts, ids, ids[:, 0], numbers
+        prepared.append(programs.prefill.prepare(*prompts))
+        prepared.append(programs.decode.prepare(*given, rows, num))
+        if num_top is not None:
+            prepared.append(programs.scorer(num_top).prepare(*prompts, ids))
+        return prepared
 
     # ---- rows ------------------------------------------------------------------------
 
@@ -391,13 +371,13 @@ class Batch:
             num_top = row.request.num_top
             if row.request.max_new_tokens == 0 and start + size >= length:
                 row.answer.finish_reason = "length"
-        sequences: Any = self._sequences(rows)
+        sequences: Any = _sequences(rows)
         sequences = sequences._replace(place=place)
         given = self._state, self.decoder.weights(), sequences, ids[0], num_new, numbers
         if num_top is None:
             self._state = self._programs.prefill(*given)
             return
-        score = self._programs.score[min(num_top, 1) * MOST_TOP_TOKENS]
+        score = self._programs.scorer(num_top)
         self._state, scores = score(*given, ids[1])
         self._scored.append((rows, num_new, scores))
 
@@ -434,7 +414,7 @@ class Batch:
         self._state, *made = self._programs.decode(
             self._state,
             self.decoder.weights(),
-            self._sequences(rows),
+            _sequences(rows),
             np.int32(num_steps),
         )
         self._queued = rows, made
@@ -461,3 +441,35 @@ class Batch:
                 row.answer.extend(
                     row.request, token_ids[i, :num].tolist(), logprobs[i, :num].tolist()
                 )
+
+
+def _sequences(rows: Sequence[_Row | None]) -> Sequences:
+    """Returns the sequences in some rows as the programs take them."""
+    num = len(rows)
+    ints = np.zeros((5, num), np.int32)
+    floats = np.ones((2, num), np.float32)
+    is_done, end_ids = np.ones(num, bool), np.full((num, _END_IDS), NO_TOKEN)
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        request, step = row.request, len(row.answer.token_ids)
+        place = len(request.token_ids) + step
+        ints[:, i] = request.slot, place, step, request.seed, request.top_k
+        floats[:, i] = request.temperature, request.top_p
+        is_done[i] = row.answer.finish_reason is not None
+        known = [*itertools.islice(request.end_ids, _END_IDS)]
+        end_ids[i, : len(known)] = known
+    slots, place, step, seeds, top_k = ints
+    temperature, top_p = floats
+    sequences: Any = Sequences  # with arrays of the host
+    return sequences(
+        slots=slots,
+        place=place,
+        step=step,
+        is_done=is_done,
+        seeds=seeds,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        end_ids=end_ids.astype(np.int32),
+    )

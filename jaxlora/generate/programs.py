@@ -263,9 +263,6 @@ class Programs:
             each prompt has, and the prompts' rows in the state, which those that begin
             clear; a row that is not there is left out; None: the prompts are all rows,
             and the state was empty when they began. It returns the state.
-        score: Does the same for rows of the state on one device, also takes the token
-            after each, and also returns their `Scores`, by the number K of most likely
-            tokens.
         repeat: Copies the row of a prompt to other rows. It takes the state, the row,
             and the other rows, of which those that are not there are left out.
         decode: Generates tokens until all sequences have ended, or all steps are done.
@@ -287,19 +284,30 @@ class Programs:
         self.is_on_mesh = isinstance(stages[0][1], Mesh)
         self.prefill: Any = self._prefill_on_mesh
         self.decode: Any = self._decode_on_mesh
-        self.score: dict[int, Program] = {}
+        self._score: dict[int, Program] = {}
         if not self.is_on_mesh:
             self.prefill = self._program("prompts", self._prefill, 6)
             self.decode = self._program("tokens", self._decode, 4)
             self.repeat = self._program("repeated prompts", _repeat, 3)
             for num in (0, MOST_TOP_TOKENS):
                 score = functools.partial(self._prefill_and_score, num)
-                self.score[num] = self._program(f"scores of {num}", score, 7)
+                self._score[num] = self._program(f"scores of {num}", score, 7)
 
     def _program(self, what: str, run: Any, num_arguments: int) -> Program:
         jitted = jax.jit(run, donate_argnums=0, compiler_options=_OPTIONS)
         identity = "generation", what, self._places, _OPTIONS
         return Program(jitted, what, identity, varies=range(num_arguments))
+
+    def scorer(self, num_top: int) -> Program:
+        """Returns a function like `prefill` that also scores, on one device.
+
+        It also takes the token after each, and returns the state and `Scores`.
+
+        Args:
+            num_top: Number of the most likely tokens that are asked for; it returns
+                none for 0, and else `MOST_TOP_TOKENS`.
+        """
+        return self._score[MOST_TOP_TOKENS if num_top else 0]
 
     def empty(self, num_rows: int, num_tokens: int) -> State:
         """Makes the state of a batch before its prompts."""

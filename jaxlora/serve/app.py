@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from jaxlora.common.console import complain
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.errors import CheckpointError, ConfigError, JaxloraError
 from jaxlora.generate.generator import check_one_device
@@ -27,6 +28,7 @@ from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub, HubSettings
 from jaxlora.serve.jobs import routes as jobs
+from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Registry
@@ -82,18 +84,28 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         )
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
+    limits = Limits(config, registry)
     versions = folder / "versions"  # what an earlier process has left is in no use
     shutil.rmtree(versions, ignore_errors=True)
     versions.mkdir(mode=0o700)
+    engine = Engine(
+        model,
+        config.session,
+        folder=folder / "parked",
+        weight_of=lambda tenant: config.quota(tenant).weight,
+    )
+    config = config.replace(session=engine.config)  # without `auto`
     hub = Hub(
-        *(Engine(model, config.session), storage, database),
+        *(engine, storage, database),
         HubSettings(
             keep_seconds=config.retention.promise_seconds,
             sampler_seconds=config.retention.sampler_seconds,
         ),
         config.sampling,
+        limits=limits,
         folder=versions,
     )
+    limits = Limits(config, registry)
     return Server(
         config=config,
         database=database,
@@ -101,8 +113,15 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
         storage=storage,
-        limits=Limits(config, registry),
+        limits=limits,
         links=Links(database.secret("links")),
+        jobs=Jobs(
+            hub=hub,
+            storage=storage,
+            database=database,
+            registry=registry,
+            limits=limits,
+        ),
     )
 
 
@@ -111,7 +130,11 @@ def make_app(server: Server) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.hub.start()
+        try:
+            await asyncio.to_thread(server.hub.start)
+        except JaxloraError as error:
+            app.state.failure = error
+            raise
         tending = asyncio.create_task(_tend(server))
         yield
         tending.cancel()
@@ -140,8 +163,12 @@ def _own_router(server: Server) -> APIRouter:
 
     @router.get("/healthz")
     async def health() -> Response:
-        """Whether the server takes requests."""
-        return JSONResponse({"status": "ok"})
+        """Whether the server takes requests, for whoever watches over it."""
+        status = server.hub.status()
+        is_well = status.health in ("running", "starting")
+        return JSONResponse(
+            {"status": "ok" if is_well else status.health}, 200 if is_well else 503
+        )
 
     @router.get("/download/{key:path}")
     def download(
@@ -232,7 +259,9 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
         except CheckpointError as error:
             owner = str(error).partition(" Two runs cannot share")[0]
             raise ConfigError(f"{owner} Stop that, or set another folder.") from None
-        app = make_app(make_server(config))
+        parts = make_server(config)
+        parts.hub.prepare()
+        app = make_app(parts)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -244,9 +273,22 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
             ws="none",
             **tls,
         )
-        server = _Uvicorn(settings, on_start)
-        server.run(sockets=[bound])
-        return 0 if server.started else 1
+        uvicorn_server = _Uvicorn(settings, on_start)
+        died = app.state.server.hub.died
+        died.add_done_callback(lambda _: uvicorn_server.handle_exit(0, None))
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the guard logs
+        try:
+            uvicorn_server.run(sockets=[bound])
+        except SystemExit:
+            if (failure := getattr(app.state, "failure", None)) is not None:
+                raise failure from None
+            raise
+        if died.done():
+            complain(
+                "the engine cannot go on; start the server again. Nothing that it "
+                "has acknowledged is lost."
+            )
+        return int(died.done() or not uvicorn_server.started)
 
 
 def _bind(config: ServeConfig) -> socket.socket:

@@ -32,6 +32,7 @@ from jaxlora.serve.ledger import (
     LoggedPiece,
     Part,
 )
+from jaxlora.serve.limits import Limits
 from jaxlora.serve.model import Model, Promise
 from jaxlora.serve.operation import (
     Create,
@@ -128,6 +129,8 @@ class Hub:
         died: Gets the error that has ended the hub for good, if one does: the process
             has to be restarted then. Nothing that was accepted is lost.
         listeners: Are called with each promise that gets its outcome, by any thread.
+        sample_listeners: Are called with each call for samples that has its result, by
+            any thread.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Hub:
         settings: HubSettings | None = None,
         sampling: SamplingConfig | None = None,
         *,
+        limits: Limits | None = None,
         folder: pathlib.Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -149,6 +153,8 @@ class Hub:
             database: Where the ledger is.
             settings: Settings; None: the defaults.
             sampling: Settings of sampling; None: the defaults.
+            limits: Hold passes of tenants that have used their tokens a second; None:
+                nothing does.
             folder: See `Published`.
             clock: Returns seconds, for gaps and snapshots.
 
@@ -158,10 +164,11 @@ class Hub:
         """
         self._engine, self._storage = engine, storage
         self._settings, self._clock = settings or HubSettings(), clock
-        self._ledger = Ledger(database)
+        self._limits, self._ledger = limits, Ledger(database)
         self._samples = Samples(engine, sampling or SamplingConfig(), folder)
         self.died: Future[Exception] = Future()
         self.listeners: list[Callable[[Promise], None]] = []
+        self.sample_listeners: list[Callable[[SampleCall, SampleResult], None]] = []
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
         self._promises: dict[str, Promise] = {}
@@ -175,6 +182,7 @@ class Hub:
         self._meter = Meter(clock)
         # The rest is the thread's own.
         self._ready: set[str] = set()  # models whose next operation may begin
+        self._limited: set[str] = set()  # those whose tenants must wait for their rate
         self._calls: dict[Call, Promise] = {}
         self._next_number = 0  # of pieces of work
         self._needed: dict[int, set[str]] = {}  # models without a snapshot, by piece
@@ -193,6 +201,10 @@ class Hub:
     def engine(self) -> Engine:
         """The engine, of which other threads may read the model and the settings."""
         return self._engine
+
+    def prepare(self) -> None:
+        """Compiles or loads the programs of training, before `start`."""
+        self._engine.prepare()
 
     def start(self) -> None:
         """Reads what was accepted before, and starts the thread.
@@ -326,16 +338,29 @@ class Hub:
         """
         call = dataclasses.replace(call, tenant=tenant)
         outcome: Future[SampleResult | Failed] = Future()
+        outcome.add_done_callback(functools.partial(self._note_samples, call))
         with self._lock:
             self._check_accepts()
         begin = functools.partial(self._begin_sampling, call, outcome, on_tokens)
         self._inbox.put(lambda: self._open_version(call, key, outcome, begin))
         return outcome
 
-    def waiting(self) -> Waiting:
-        """Returns why promises without an outcome have none."""
-        is_well = self._health()[0] in ("running", "starting")
-        return Waiting(state="active" if is_well else "paused_capacity")
+    def _note_samples(
+        self, call: SampleCall, outcome: Future[SampleResult | Failed]
+    ) -> None:
+        if outcome.cancelled() or outcome.exception() is not None:
+            return
+        if not isinstance(result := outcome.result(), Failed):
+            for listener in self.sample_listeners:
+                listener(call, result)
+
+    def waiting(self, tenant: str) -> Waiting:
+        """Returns why promises of a tenant that have no outcome have none."""
+        if self._health()[0] not in ("running", "starting"):
+            return Waiting(state="paused_capacity")
+        if self._limits is not None and not self._limits.may_run(tenant):
+            return Waiting(state="paused_rate_limit")
+        return Waiting(state="active")
 
     def status(self) -> HubStatus:
         """Returns the numbers of the hub."""
@@ -488,6 +513,8 @@ class Hub:
         """Does what is to be done from time to time."""
         now = self._clock()
         self._next_tick = now + _TICK_SECONDS
+        self._ready |= self._limited
+        self._limited.clear()
         for model in [*self._models.values()]:
             if not model.held or model.next_seq in model.held:
                 model.gap_since = None
@@ -518,9 +545,23 @@ class Hub:
         while self._ready:
             model = self._models[self._ready.pop()]
             while (promise := model.next_promise()) is not None:
+                if not self._has_tokens(promise):
+                    self._limited.add(model.id)
+                    break
                 has_started = True
                 self._begin(model, promise)
         return has_started
+
+    def _has_tokens(self, promise: Promise) -> bool:
+        """Takes the tokens of a pass from its tenant's rate, if there are enough."""
+        if self._limits is None or not isinstance(promise.operation, Pass):
+            return True
+        if promise.outcome.done() or not self._is_restored:
+            return True  # it is done again
+        if not self._limits.may_run(promise.tenant):
+            return False
+        self._limits.spend(promise.tenant, promise.size[1])
+        return True
 
     def _begin(self, model: Model, promise: Promise) -> None:
         """Begins the next operation of a model.

@@ -22,6 +22,7 @@ from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.operation import Done, Failed, Pass
 from jaxlora.serve.status import Health, HubStatus
 from jaxlora.session.engine import PassResult
+from jaxlora.session.samples import SampleCall, SampleResult
 
 # The largest are those of long polls, and of operations that wait for others.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -118,8 +119,11 @@ class Metrics:
         self._request_seconds = self._histogram(
             "request", "Time of requests, long polls included.", "method", "route"
         )
+        self._sampled = self._counter("sampled_tokens", "Tokens of samples.", "tenant")
+        self._samples = self._counter("samples", "Samples that are done.", "tenant")
         self.registry.register(_OfHub(hub))
-        hub.listeners.append(self.ended)
+        hub.listeners.append(self._ended)
+        hub.sample_listeners.append(self._drawn)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"jaxlora_{name}", text, labels, registry=self.registry)
@@ -133,8 +137,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def ended(self, promise: Promise) -> None:
-        """Counts an operation that has its outcome."""
+    def _ended(self, promise: Promise) -> None:
         operation, outcome = promise.operation, promise.outcome.result()
         kind = type(operation).__name__.lower()
         how = f"failed_{outcome.category}" if isinstance(outcome, Failed) else "done"
@@ -148,6 +151,11 @@ class Metrics:
             labels = promise.tenant, "training" if operation.is_training else "forward"
             self._tokens.labels(*labels).inc(sum(map(len, result.logprobs)))
             self._datums.labels(*labels).inc(len(result.logprobs))
+
+    def _drawn(self, call: SampleCall, result: SampleResult) -> None:
+        lengths = [len(one.tokens) for one in result.completions]
+        self._sampled.labels(call.tenant).inc(sum(lengths))
+        self._samples.labels(call.tenant).inc(len(lengths))
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Counts a request that was answered."""

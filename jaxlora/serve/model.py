@@ -192,4 +192,5 @@ class Model:
             loss_per_token=self.loss_per_token,
             tokens_per_second=tokens,
             failure=self.failure,
+            place=None if self.adapter is None else self.adapter.place,
         )

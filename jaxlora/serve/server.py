@@ -5,6 +5,7 @@ import dataclasses
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub
+from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import Limits
 from jaxlora.serve.registry import Registry
@@ -24,6 +25,7 @@ class Server:
         storage: Files of checkpoints and uploads.
         limits: Limits and quotas.
         links: Signs links for downloads.
+        jobs: Trains the jobs of tenants, by operations of the hub.
     """
 
     config: ServeConfig
@@ -34,3 +36,4 @@ class Server:
     storage: Storage
     limits: Limits
     links: Links
+    jobs: Jobs

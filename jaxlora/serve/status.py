@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from jaxlora.session.residence import Place
+
 # Rates are those of this time.
 WINDOW_SECONDS = 60.0
 
@@ -26,6 +28,8 @@ class ModelStatus:
         tokens_per_second: Tokens that it had trained or evaluated in each second of
             the last minute.
         failure: Why it cannot be used any more; None: it can.
+        place: Where its adapter is: in a slot of the device, on the host, or in a file;
+            None: it has none (yet).
     """
 
     id: str
@@ -37,6 +41,7 @@ class ModelStatus:
     loss_per_token: float | None
     tokens_per_second: float
     failure: str | None
+    place: Place | None
 
 
 Health = Literal["starting", "running", "paused", "stopping", "failed"]

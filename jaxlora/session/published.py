@@ -22,7 +22,7 @@ import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
-from jaxlora.adapters.parked_slot import adapter_from_rows
+from jaxlora.adapters.parked_slot import without_values
 from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import padded_rows, zero_tables
 from jaxlora.common.job_name import BASE
@@ -181,7 +181,7 @@ class Published:
         adapter = adapter.as_lora(linear_shapes(config))
         self._engine.check_fits(path.name, adapter)
         rows = padded_rows(self._spec.stacks, self._shapes, adapter.by_path())
-        return Version(like=_without_values(adapter), file=self._new_file(rows))
+        return Version(like=without_values(adapter), file=self._new_file(rows))
 
     def add(self, name: str, version: Version) -> None:
         """Names a version that `read_folder` has read.
@@ -318,15 +318,6 @@ def _shapes(spec: DecoderSpec) -> dict[str, jax.ShapeDtypeStruct]:
         return jax.ShapeDtypeStruct(table.shape, dtype)
 
     return {name: shape(name, x) for name, x in spec.adapter_shapes().items()}
-
-
-def _without_values(adapter: Adapter) -> Adapter:
-    """Returns an adapter with zeros, which take no memory."""
-    rows = {
-        path: np.broadcast_to(np.zeros((), array.dtype), array.shape)
-        for path, array in adapter.by_path().items()
-    }
-    return adapter_from_rows(rows, adapter)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -2,14 +2,18 @@
 
 import dataclasses
 import logging
+import os
 import pathlib
+import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import safetensors.numpy
+from jax.sharding import Sharding
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.optimizers.state import Kind
@@ -20,8 +24,12 @@ from jaxlora.session.slot_programs import SlotPrograms
 
 logger = logging.getLogger(__name__)
 
+Place = Literal["slot", "host", "file"]
 PENDING: Kind = "pending"  # of gradients beside the kinds of a slot's state
-_MOST_LEAVING = 2  # adapters whose copies are still on the device
+_MOST_LEAVING = 4  # adapters whose copies are still on the device
+# Most bytes of parked adapters in memory that the device reads by itself.
+_PINNED_BYTES = 32 * 2**30
+_HOST_SHARE = 0.5  # of the free memory of the host, for parked adapters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,23 +60,28 @@ class WholeState:
 
 @dataclasses.dataclass(slots=True)
 class _Rows:
-    """Rows of a slot by kind, flat; on the device until they have been copied.
+    """Rows of a slot by kind, flat, in the host's memory.
 
     Attributes:
-        flat: The rows.
+        flat: The rows. As arrays of JAX they are in memory that the device can read and
+            write by itself, and they may still be on their way.
         is_finite: Goes with those of gradients; None: there are none.
     """
 
-    flat: dict[Kind, jax.Array | np.ndarray]
+    flat: Mapping[Kind, jax.Array | np.ndarray]
     is_finite: jax.Array | np.ndarray | None
 
     def on_host(self) -> dict[Kind, np.ndarray]:
-        """Waits for the copies, and returns them."""
-        host = {kind: np.asarray(rows) for kind, rows in self.flat.items()}
-        if self.is_finite is not None:
-            self.is_finite = np.asarray(self.is_finite)
-        self.flat = dict(host)
-        return host
+        """Waits for the rows, and returns them."""
+        return {kind: np.asarray(rows) for kind, rows in self.flat.items()}
+
+    def unpin(self) -> None:
+        """Moves the rows to memory of which there is more."""
+        self.flat = {kind: np.array(rows) for kind, rows in self.flat.items()}
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(isinstance(rows, jax.Array) for rows in self.flat.values())
 
     @property
     def num_bytes(self) -> int:
@@ -90,11 +103,14 @@ class _File:
     is_finite: jax.Array | np.ndarray | None
 
     def read(self) -> _Rows:
-        """Reads the rows, and removes the file."""
+        """Reads the rows."""
         self.written.result()
-        rows = _Rows({**safetensors.numpy.load_file(self.path)}, self.is_finite)
+        return _Rows(safetensors.numpy.load_file(self.path), self.is_finite)
+
+    def remove(self) -> None:
+        """Removes the file."""
+        self.written.result()
         self.path.unlink()
-        return rows
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -117,13 +133,20 @@ class Resident:
         default=None, init=False, repr=False
     )
 
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        if self.slot is not None:
+            return "slot"
+        return "file" if isinstance(self.away, _File) else "host"
+
 
 class Residence:
     """Brings adapters into slots when their turn comes, and parks others for them.
 
     An adapter takes weights, moments and pending gradients with it, so it goes on with
-    the same bits. Copies to the host are queued behind the work of the device, and no
-    one waits for them before the adapter comes back.
+    the same bits. Copies to the host and back are queued behind the work of the device,
+    which makes them by itself while the host goes on.
     """
 
     def __init__(
@@ -144,10 +167,17 @@ class Residence:
             num_slots: Their number.
             min_stay: How long an adapter stays in its slot if another one can leave.
             host_bytes: Memory of the host for parked adapters, beyond which those that
-                were used least recently go to files; None: there is no bound.
-            folder: Folder for these files, which no one else uses.
+                were used least recently go to files; None: half of what is free if
+                there is a folder, or else there is no bound.
+            folder: Folder for these files, which no one else uses. What is in it is
+                removed.
         """
         assert host_bytes is None or folder is not None, "the rest needs a folder"
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier process
+            if host_bytes is None:
+                free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                host_bytes = int(_HOST_SHARE * free)
         self._table, self._programs = table, programs
         self._min_stay, self._bound, self._folder = min_stay, host_bytes, folder
         self._free = deque(range(num_slots))
@@ -187,7 +217,7 @@ class Residence:
         """
         for one in some:
             if one.slot is None and not self._free:
-                self._park(self._victim(some, busy, now))
+                self.park(self._victim(some, busy, now))
             if one.slot is None:
                 self._enter(one)
                 one.came = now
@@ -217,7 +247,7 @@ class Residence:
             del self._here[one]
         self._parked.pop(one, None)
         if isinstance(one.away, _File):
-            one.away.read()
+            one.away.remove()
         one.slot = one.away = None
 
     # ---- reading ---------------------------------------------------------------------
@@ -265,21 +295,20 @@ class Residence:
     # ---- moving ----------------------------------------------------------------------
 
     def _lift(self, one: Resident) -> _Rows:
-        """Queues a copy of a slot, whose rows begin their way to the host."""
+        """Queues a copy of a slot, and its way to the host."""
         assert one.slot is not None
         flat, is_finite = self._table.lift(one.slot), None
         if one.has_gradients:
             pending, number = self._table.state.pending, np.int32(one.slot)
             flat[PENDING] = self._programs.read(pending.gradients, number)
             is_finite = self._programs.read_finite(pending.is_finite, number)
-            is_finite.copy_to_host_async()
-        for rows in flat.values():
-            rows.copy_to_host_async()
-        return _Rows({**flat}, is_finite)
+        where = {kind: _pinned(rows) for kind, rows in flat.items()}
+        return _Rows(jax.device_put(flat, where), is_finite)
 
-    def _park(self, one: Resident) -> None:
-        """Takes an adapter out of its slot."""
-        assert one.slot is not None
+    def park(self, one: Resident) -> None:
+        """Takes an adapter out of its slot, if it is in one."""
+        if one.slot is None:
+            return
         slot, rows = one.slot, self._lift(one)
         one.away, one.slot = rows, None
         del self._here[one]
@@ -289,64 +318,69 @@ class Residence:
         self.num_moves += 1
         self._leaving.append(rows)
         while len(self._leaving) > _MOST_LEAVING:
-            self._leaving.popleft().on_host()  # and leaves the device
-        self._write_files()
+            jax.block_until_ready(self._leaving.popleft().flat)
+        self._make_room()
 
     def _enter(self, one: Resident) -> None:
         """Puts an adapter into a free slot."""
-        slot, table = self._free[0], self._table
-        if isinstance(one.away, Adapter):
-            table.load(slot, one.away, ADAMW.name)
-        elif isinstance(one.away, WholeState):
-            table.restore(slot, one.away.parked, one.like)
-            if (gradients := one.away.gradients) is not None:
-                rows = table.pad_tensors(gradients.tensors)
-                self._write_gradients(slot, rows, gradients.is_finite)
+        slot, table, away = self._free[0], self._table, one.away
+        if isinstance(away, Adapter):
+            table.load(slot, away, ADAMW.name)
+        elif isinstance(away, WholeState):
+            table.restore(slot, away.parked, one.like)
+            if (gradients := away.gradients) is not None:
+                flat = table.flat(gradients.tensors)
+                self._write_gradients(slot, flat, gradients.is_finite)
         else:
             rows = self._rows(one)
-            flat = rows.on_host()
+            flat = {**rows.flat}
+            if rows.is_pinned:
+                where = table.state.pending.is_finite.sharding
+                flat = jax.device_put(flat, where)
             pending = flat.pop(PENDING, None)
-            table.lower(slot, flat, one.like)
+            state = self._programs.write(table.state, np.int32(slot), flat)
+            table.adopt(slot, state, one.like)
             if pending is not None:
-                own = table.divide(PENDING, pending)
-                self._write_gradients(slot, own, rows.is_finite)
+                self._write_gradients(slot, pending, rows.is_finite)
         self._free.popleft()
         self._parked.pop(one, None)
+        if isinstance(away, _File):
+            away.remove()
         one.slot, one.away = slot, None
         self._here[one] = None
 
     def _write_gradients(
-        self, slot: int, rows: Mapping[str, np.ndarray], is_finite: object
+        self, slot: int, flat: jax.Array | np.ndarray, is_finite: Any
     ) -> None:
         state = self._table.state
-        pending = self._programs.write_gradients(
-            state.pending, np.int32(slot), rows, np.asarray(is_finite, np.bool_)
-        )
+        if not isinstance(is_finite, jax.Array):
+            is_finite = np.asarray(is_finite, np.bool_)
+        given = state.pending, np.int32(slot), flat, is_finite
+        pending = self._programs.write_gradients(*given)
         self._table.state = dataclasses.replace(state, pending=pending)
 
     # ---- files -----------------------------------------------------------------------
 
     def _rows(self, one: Resident) -> _Rows:
-        """Returns the rows of an adapter in no slot, from its file if need be."""
+        """Returns the rows of an adapter in no slot, read from its file if need be."""
         if isinstance(one.away, _File):
-            one.away = one.away.read()
-            self._parked.pop(one, None)
-            self._parked[one] = None
+            return one.away.read()
         assert isinstance(one.away, _Rows)
         return one.away
 
-    def _write_files(self) -> None:
-        """Writes adapters to files as long as the others need too much memory."""
-        if self._bound is None:
-            return
-        here = [one for one in self._parked if isinstance(one.away, _Rows)]
-        used = sum(one.away.num_bytes for one in here if isinstance(one.away, _Rows))
-        for one in here:
-            rows = one.away
-            if used <= self._bound or not isinstance(rows, _Rows):
-                return
-            used -= rows.num_bytes
-            one.away = self._write(rows)
+    def _make_room(self) -> None:
+        """Moves adapters that were used least recently to where there is more room."""
+        here = [(o, o.away) for o in self._parked if isinstance(o.away, _Rows)]
+        pinned = sum(rows.num_bytes for _, rows in here if rows.is_pinned)
+        used = sum(rows.num_bytes for _, rows in here)
+        for one, rows in here:
+            if self._bound is not None and used > self._bound:
+                used -= rows.num_bytes
+                pinned -= rows.num_bytes * rows.is_pinned
+                one.away = self._write(rows)
+            elif rows.is_pinned and pinned > _PINNED_BYTES:
+                pinned -= rows.num_bytes
+                rows.unpin()
 
     def _write(self, rows: _Rows) -> _File:
         """Begins to write rows into a file."""
@@ -361,6 +395,11 @@ class Residence:
             safetensors.numpy.save_file(rows.on_host(), path)
 
         return _File(path, self._writer.submit(write), rows.is_finite)
+
+
+def _pinned(rows: jax.Array) -> Sharding:
+    """Returns the memory of the host that the device of an array uses by itself."""
+    return rows.sharding.with_memory_kind("pinned_host")
 
 
 def _fresh(adapter: Adapter) -> ParkedSlot:

@@ -24,6 +24,7 @@ from jaxlora.generate.generator import end_ids
 from jaxlora.generate.loaded import NO_ADAPTER
 from jaxlora.generate.programs import MOST_TOP_TOKENS
 from jaxlora.models.config import ModelConfig
+from jaxlora.programs.program import Prepared
 from jaxlora.session.engine import Engine
 from jaxlora.session.published import Published, Version
 from jaxlora.session.sampler import (
@@ -36,6 +37,7 @@ from jaxlora.session.sampler import (
 _PROMPT_ROWS = 4  # prompts that run at once
 _LEAST_ROWS = 2
 _PIECE_SECONDS = 0.15  # of decoding, between two looks at other work
+_LOOK_SECONDS = 0.02
 _MOST_CREDIT, _MOST_AHEAD = 0.5, 0.1  # in seconds of sampling that training owes
 
 
@@ -236,9 +238,12 @@ class Samples:
             folder: See `Published`.
         """
         self.published = Published(engine, config.versions, folder)
+        self.published.prepare()
         self._engine, self._model, self._config = engine, engine.model, config
         self._asked: list[_Asked] = []
         self._lanes: dict[int, _Lane] = {}  # by places of a row
+        # By places of a row, and whether prompts are scored, with likely tokens.
+        self._prepared: dict[tuple[int, bool | None], list[Prepared]] = {}
         self._in_flight: tuple[_Lane, jax.Array, int] | None = None
         self._mark = jax.jit(lambda: jnp.zeros(()))
         self._turns = itertools.count(1)
@@ -351,23 +356,35 @@ class Samples:
         """
         if cache_tokens in self._lanes:
             return self._lanes[cache_tokens]
-        most = self._config.cache_tokens
-        rows = max(most // 2 // cache_tokens, _LEAST_ROWS)
-        rows = min(rows, self._config.rows)
+        shape, most = self._shape(cache_tokens), self._config.cache_tokens
+        needed = shape.num_rows * cache_tokens
         for size, lane in list(self._lanes.items()):
             is_idle = not lane.running and size not in joining
-            if is_idle and self._used_tokens + rows * cache_tokens > most:
+            if is_idle and self._used_tokens + needed > most:
                 del self._lanes[size]
-        if self._used_tokens + rows * cache_tokens > most:
+        if self._used_tokens + needed > most:
             return None
-        shape = BatchShape(
-            num_rows=rows,
+        lane = _Lane(batch=Batch(self.published.decoder, shape))
+        return self._lanes.setdefault(cache_tokens, lane)
+
+    def _shape(self, cache_tokens: int) -> BatchShape:
+        rows = max(self._config.cache_tokens // 2 // cache_tokens, _LEAST_ROWS)
+        return BatchShape(
+            num_rows=min(rows, self._config.rows),
             prompt_rows=_PROMPT_ROWS,
             part_tokens=self._config.part_tokens,
             cache_tokens=cache_tokens,
         )
-        lane = _Lane(batch=Batch(self.published.decoder, shape))
-        return self._lanes.setdefault(cache_tokens, lane)
+
+    def _is_ready(self, asked: _Asked) -> bool:
+        """Whether the programs of a call are compiled, which begins if it has not."""
+        num_top = asked.num_top
+        key = asked.cache_tokens, None if num_top is None else bool(num_top)
+        if key not in self._prepared:
+            shape = self._shape(asked.cache_tokens)
+            prepared = Batch.prepare(self.published.decoder, shape, num_top)
+            self._prepared[key] = prepared
+        return all(one.is_done for one in self._prepared[key])
 
     @property
     def _used_tokens(self) -> int:
@@ -383,6 +400,9 @@ class Samples:
         while waiting:
             asked = min(waiting, key=lambda one: taken[one.call.tenant])
             size = asked.cache_tokens
+            if not self._is_ready(asked):
+                waiting.remove(asked)
+                continue
             if (lane := self._lane(size, joining)) is None:
                 break  # nobody overtakes it, so that there is room at some time
             if len(joining.get(size, ())) >= lane.batch.num_free:
@@ -407,7 +427,6 @@ class Samples:
             prompts.setdefault(key, []).append(asked)
         # Prompts of similar length share parts, which so have little padding.
         order = sorted(prompts, key=lambda key: (-1 if key[0] is None else key[0], key))
-        lane.batch.decoder = self.published.decoder
         for _, some in itertools.groupby(order, key=lambda key: key[0]):
             groups = [prompts[key] for key in some]
             requests = [self._requests(group) for group in groups]
@@ -488,7 +507,9 @@ class Samples:
         credit = self._credit + trained * share - sampled * (1 - share)
         self._credit = min(max(credit, -_MOST_CREDIT), _MOST_CREDIT)
         self._is_idle = not has_trained and self._in_flight is None
-        return not self._is_idle
+        if self._is_idle and self._asked:
+            time.sleep(_LOOK_SECONDS)  # until a program is compiled
+        return not self._is_idle or bool(self._asked)
 
     def _queue(self) -> None:
         """Queues a part of prompts or a few tokens, unless one is queued already."""
@@ -501,6 +522,7 @@ class Samples:
             return
         lane = lanes[0]
         lane.last_turn = next(self._turns)
+        lane.batch.decoder = self.published.decoder  # versions may have come since
         # It is ready when all is done that was queued before.
         mark = self._mark()
         steps = lane.batch.queue(max(int(_PIECE_SECONDS / lane.step_seconds), 1))
@@ -548,11 +570,6 @@ class Samples:
     def advance(self) -> bool:
         """Does a piece of sampling; returns False if nothing was left to do."""
         return self.turn(lambda: False)
-
-    def prepare(self) -> None:
-        """Compiles, or loads, what publishing and short samples need."""
-        self.published.prepare()
-        self._lane(self._cache_tokens(1, 1))
 
 
 def _check(call: SampleCall, config: ModelConfig) -> None:

@@ -8,15 +8,23 @@ do not depend on the number of slots.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from jaxlora.adapters.optimizer import OptimizerInputs, Pending, slot_step
-from jaxlora.adapters.optimizers.state import Tables
+from jaxlora.adapters.optimizer import (
+    AdapterState,
+    OptimizerInputs,
+    Pending,
+    slot_step,
+)
+from jaxlora.adapters.optimizers.state import Kind, Tables
+from jaxlora.adapters.parked_slot import PARAMS
+from jaxlora.adapters.slot_state import divided_rows, write_slot
 from jaxlora.models.forward import (
     Base,
     JobLosses,
@@ -51,8 +59,9 @@ class SlotPrograms:
         accumulate: Forward and backward pass, which adds to pending gradients.
         evaluate: Forward pass.
         step: Optimizer step of one slot.
-        read: Copies the rows of a slot.
+        read: Copies the rows of a slot, flat.
         read_finite: Copies whether the gradients of a slot are finite so far.
+        write: Replaces the rows of a slot, and empties its gradients.
         write_gradients: Replaces the gradients of a slot.
     """
 
@@ -96,10 +105,13 @@ class SlotPrograms:
             ("finite", "slot"),
             "one",
         )
+        self.write = arguments.program(
+            "bringing a slot back", _with_rows, ("state", "slot", "flat"), "state"
+        )
         self.write_gradients = arguments.program(
-            "writing gradients",
+            "bringing gradients back",
             _with_gradients,
-            ("pending", "slot", "row", "one"),
+            ("pending", "slot", "gradient", "one"),
             "pending",
         )
 
@@ -178,13 +190,16 @@ class SlotPrograms:
         steps = self._steps
         arguments, spec = steps.arguments, steps.arguments.spec
         shapes = steps.shapes(limits)
-        tables = spec.adapter_shapes().items()
+        row = sum(math.prod(x.shape[1:]) for x in spec.adapter_shapes().values())
+        flat = jax.ShapeDtypeStruct((row,), "float32")
+        kinds = PARAMS, *shapes["optimizer_state"]
         shapes |= {
             "slots": jax.ShapeDtypeStruct((self.most,), "int32"),
             "inputs": inputs,
             "finite": shapes["pending"].is_finite,
             "one": jax.ShapeDtypeStruct((), "bool"),
-            "row": {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in tables},
+            "flat": dict.fromkeys(kinds, flat),
+            "gradient": flat,
         }
         for size in sorted(sizes, reverse=True):
             given = dataclasses.replace(limits, capacity=size)
@@ -194,7 +209,7 @@ class SlotPrograms:
             yield self.accumulate.prepare_from(own, suffix)
             if not is_training:
                 yield self.evaluate.prepare_from(own, suffix)
-        for one in (self.step, self.read_finite, self.write_gradients):
+        for one in (self.step, self.read_finite, self.write, self.write_gradients):
             yield one.prepare_from(shapes, "")
         yield from steps.prepare_slots(shapes, "")
 
@@ -231,12 +246,23 @@ def _put[T](tree: T, slots: Slots, rows: T) -> T:
     return jax.tree.map(put, tree, rows)
 
 
+def _with_rows(
+    state: AdapterState, slot: Any, flat: dict[Kind, Float[Array, " N"]]
+) -> AdapterState:
+    """Replaces the rows of a slot, and empties its gradients."""
+    shapes = {name: table.shape[1:] for name, table in state.params.items()}
+    rows = {kind: divided_rows(own, shapes) for kind, own in flat.items()}
+    return write_slot(state, slot, rows)
+
+
 def _with_gradients(
-    pending: Pending, slot: Any, rows: dict[str, Any], is_finite: Any
+    pending: Pending, slot: Any, flat: Float[Array, " N"], is_finite: Any
 ) -> Pending:
     """Replaces the gradients of a slot."""
     put = jax.lax.dynamic_update_index_in_dim
-    own: Any = {n: put(t, rows[n], slot, 0) for n, t in pending.gradients.items()}
+    tables = pending.gradients
+    rows = divided_rows(flat, {name: table.shape[1:] for name, table in tables.items()})
+    own: Any = {name: put(t, rows[name], slot, 0) for name, t in tables.items()}
     finite = put(pending.is_finite, is_finite, slot, 0)
     return Pending(gradients=own, is_finite=finite)
 

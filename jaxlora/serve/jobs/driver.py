@@ -257,6 +257,8 @@ class Driver:
             if state.lacks_references:
                 await self._refer()
         self._keep()
+        for name in ("start", "copied", "reference"):  # the hub has copies of its own
+            self._around.storage.delete(job.file(name))
 
     def _write_adapter(self, name: str, adapter: Callable[[], Adapter]) -> None:
         """Writes an adapter into the storage, unless it is there already."""
@@ -317,7 +319,6 @@ class Driver:
         state, step = self._state, self._num_submitted
         self._num_submitted += 1
         batch, values = state.batch(0, step), None
-        self._around.limits.spend(self._job.tenant, batch.num_tokens)
         loss = BatchLoss.of(batch, await self._baseline(batch))
         if loss.is_linear:
             weights = loss.weights()
@@ -478,8 +479,7 @@ class Driver:
             await self._export()
         await self._do(Unload())
         self._keep(is_last=True)
-        for name in ("start", "copied", "reference", "references"):
-            self._around.storage.delete(job.file(name))
+        self._around.storage.delete(job.file("references"))
 
 
 class _Numbers:

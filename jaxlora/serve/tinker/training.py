@@ -517,7 +517,7 @@ def _add_results(api: APIRouter, server: Server, samplers: Samplers) -> None:
                 "for its time. Send the request again.",
             )
         if not await is_done(promise.outcome, POLL_SECONDS):
-            return waiting(body.request_id, server.hub.waiting().state)
+            return waiting(body.request_id, server.hub.waiting(who.tenant).state)
         return answer(
             *(promise.model, promise.operation, promise.outcome.result()),
             body.request_id,

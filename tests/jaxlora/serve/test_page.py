@@ -5,8 +5,10 @@ What the page shows is tested in a browser: on a desktop and on a phone.
 
 import dataclasses
 import itertools
+import pathlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -17,17 +19,20 @@ import uvicorn
 from jaxlora import Callback, LoraJob, RunConfig, Trainer
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.config.session_config import AdamParams, SessionConfig
+from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import make_app, make_server
+from jaxlora.serve.history import History
 from jaxlora.serve.operation import Create, Done, Pass, Step, Unload
-from jaxlora.serve.page import Recorder
 from jaxlora.serve.run_page import serve_run
 from jaxlora.serve.server import Server
 from jaxlora.session.datum import ChosenLoss
+from jaxlora.session.samples import SampleCall
 from tests import tiny
 from tests.browser import DESKTOP, PHONE, browser, needs_browser, opened
 from tests.jaxlora.session.conftest import SETTINGS
 from tests.jaxlora.session.test_losses import datums
+from tests.jaxlora.session.test_samples import CONFIG
 from tests.jaxlora.train.runs import LINEARS, TWO_SLOTS
 
 __all__ = ["browser"]
@@ -96,6 +101,7 @@ def config(tmp_path_factory):
         folder=str(tmp_path_factory.mktemp("page") / "serve"),
         keys=True,
         session=SessionConfig(**SETTINGS),
+        sampling=CONFIG,
     )
 
 
@@ -145,6 +151,46 @@ def test_a_tenant_sees_its_own_and_an_admin_sees_all(served):
     assert rates["bob"] == pytest.approx(2 * rates["alice"], rel=0.1)
     assert 0 < every["figures"]["fill"] <= 1
     assert every["figures"]["commit_seconds"] > 0
+
+
+def test_samples_are_for_their_tenant_alone(served):
+    prompt = tuple(load_tokenizer(served.server.hub.engine.model.folder).encode("ab"))
+    call = SampleCall(
+        version="base", prompt=prompt, num_samples=2, max_tokens=4, seed=0
+    )
+    served.server.hub.sample("alice", call).result(timeout=60)
+    (sample,) = served.state("alice")["samples"]  # the first of the two
+    assert sample["prompt"] == "ab" and sample["model"] == "base"
+    assert served.state("bob")["samples"] == served.state("admin")["samples"] == []
+    assert served.state("alice")["figures"]["sampled_per_second"] > 0
+    text = served.get("/metrics", "admin").text
+    assert 'jaxlora_samples_total{tenant="alice"} 2.0' in text
+
+
+def test_a_job_is_shown_by_its_name(served, tmp_path):
+    rows = pathlib.Path(tiny.write_records(tmp_path / "rows.jsonl", 6, seed=0))
+    head = {"X-API-Key": served.keys["trainer"]}
+    jobs = f"{served.address}/jobs/v1"
+    sent = httpx.put(
+        f"{jobs}/uploads/{rows.name}", headers=head, content=rows.read_bytes()
+    )
+    assert sent.is_success, sent.text
+    job = {"name": "orders", "data": {"path": rows.name}, "rank": 4, "steps": 2}
+    added = httpx.post(f"{jobs}/jobs", headers=head, json=job)
+    assert added.is_success, added.text
+
+    def row() -> dict:
+        (found,) = [r for r in served.state("alice")["models"] if r["name"] == "orders"]
+        return found
+
+    deadline = time.monotonic() + 60
+    while row()["state"] != "finished":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    found = row()
+    assert (found["step"], found["num_steps"], found["rank"]) == (2, 2, 4)
+    assert [p[0] for p in served.state("alice")["points"][found["id"]]] == [1, 2]
+    assert not any(r["name"] == "orders" for r in served.state("bob")["models"])
 
 
 def test_points_travel_once_and_all_of_them_after_a_restart(served):
@@ -211,18 +257,18 @@ def test_metrics_count_operations_and_requests(served):
 def test_curves_go_on_after_a_restart(served, tmp_path, caplog):
     """As they were saved; rates and counts begin with the process."""
     path = tmp_path / "curves.json"
-    first, second, damaged = Recorder(path), Recorder(path), Recorder(path)
+    first, second, damaged = History(path), History(path), History(path)
     first.load()
     assert not caplog.records
-    served.server.hub.listeners.append(first.ended)
+    first.follow(served.server.hub)
     served.do("alice", "a5:train:0", CREATE, training_pass(), STEP)
     first.save()
     second.load()
     last = second.curves.last("a5:train:0")
     assert last is not None and last == first.curves.last("a5:train:0")
     assert second.tenants == {"a5:train:0": "alice"}
-    assert first.rate("alice") > 0 and first.num_steps("alice") == 1
-    assert second.rate("alice") == 0 and second.num_steps("alice") == 0
+    assert first.trained.now("alice") > 0 and first.num_steps("alice") == 1
+    assert second.trained.now("alice") == 0 and second.num_steps("alice") == 0
     path.write_text('{"points": {"a": [["x", 1]]}}')
     damaged.load()
     assert "is damaged, so curves begin anew" in caplog.text
@@ -262,6 +308,7 @@ def test_the_page_of_a_server_moves(browser, served, size):
         assert tab.get_by_role("heading", name="a <model> & more").is_visible()
         assert other not in tab.content() and "bob" not in tab.content()
         assert served.keys["alice"] not in tab.url + tab.content()
+        assert not tab.get_by_role("heading", name="Fill").is_visible()
         # The key is this tab's alone.
         assert tab.evaluate("[localStorage.length, document.cookie]") == [0, ""]
         tab.evaluate(SHIFTS)
@@ -277,7 +324,7 @@ def test_a_key_that_is_not_valid_is_asked_for_again(browser, served):
         tab.get_by_text("this key is not valid").wait_for()
         enter(tab, served.keys["admin"])
         tab.get_by_text("all tenants").wait_for()
-        assert tab.get_by_role("heading", name="Tenants").is_visible()
+        assert tab.get_by_role("heading", name="Fill").is_visible()
 
 
 class Watch(Callback):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlora import Datum
 from jaxlora.config.session_config import SamplingConfig
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.generate.batch import Batch
 from jaxlora.session.samples import SampleCall, SampleResult, Samples
 from jaxlora.session.session import Session
@@ -152,6 +152,47 @@ def test_more_versions_than_slots(published, tmp_path):
     assert not list(folder.iterdir())
     with pytest.raises(ConfigError, match="no published version 'a1'"):
         drawn(samples, call("a1"))
+
+
+def test_versions_come_and_go_while_samples_are_drawn(published):
+    session, samples = published(CONFIG.replace(versions=3))
+    one, found = call("a1", max_tokens=90), []
+    (wanted,) = drawn(samples, one)
+    samples.submit(one, found.append, found.append)
+    for number in range(3):
+        samples.advance()
+        name = f"new{number}"
+        samples.published.publish(name, session._engine.adapters["b"])
+    while samples.advance():
+        pass
+    assert tokens(found[0]) == tokens(wanted)
+
+
+def test_an_error_of_the_device_ends_calls_and_no_version(published, monkeypatch):
+    """Versions that are lost with the slots come from their files."""
+    session, samples = published()
+    (wanted,) = drawn(samples, call("a1"))
+    one = session._engine.adapters["a"]
+    samples.published.publish("a2", one)  # the first one, b1, is in a file now
+
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "queue", fails)
+        samples.submit(call("a1"), found.append, found.append)
+        while samples.advance():
+            pass
+    assert isinstance(found[0], DeviceError) and "lower cache_tokens" in str(found[0])
+    assert tokens(drawn(samples, call("a1"))[0]) == tokens(wanted)
+    for table in samples.published._tables.values():
+        table.delete()
+    samples.renew(session._engine)
+    drawn(samples, call("b1"))
+    for name in ("a1", "a2"):
+        with pytest.raises(ConfigError, match="no published version"):
+            drawn(samples, call(name))
 
 
 def test_a_release_waits_for_the_calls_that_need_the_version(published):
