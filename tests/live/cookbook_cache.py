@@ -1,7 +1,7 @@
 """Writes a cache of the Hugging Face hub with small data sets and a tokenizer.
 
-It runs in the environment of the tinker client, and takes the folder of the cache, which
-is HF_HOME, and a folder with a tokenizer.
+It runs in the environment of the tinker client, and takes the folder of the cache,
+which is HF_HOME, and a folder with a tokenizer.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The unmodified tinker client, in an environment of its own, works with the server.
 
-Set JAXLORA_TINKER to Python interpreters, divided by `:`, that have tinker and torch. One
-with tinker-cookbook runs its recipes, too. Nothing else needs them, so these tests do not
-run without.
+Set JAXLORA_TINKER to Python interpreters, divided by `:`, that have tinker and torch.
+One with tinker-cookbook runs its recipes, too. Nothing else needs them, so these tests
+do not run without.
 """
 
 import json
@@ -12,6 +12,7 @@ import subprocess
 
 import pytest
 
+from jaxlora.serve.tinker import messages
 from tests import tiny
 from tests.jaxlora.serve.running import running_server
 from tests.jaxlora.session.conftest import SETTINGS
@@ -54,6 +55,35 @@ def test_all_public_methods(python, tmp_path):
     with running_server(tmp_path, model, limits={"tokens": 100}) as address:
         said = run(python, HERE / "tinker_client.py", model, **client(address))
     assert "methods of tinker" in said
+
+
+DESCRIBE = """
+import json
+from tinker.proto import tinker_public_pb2 as p
+print(json.dumps({
+    name: {f.name: [f.number, f.type, f.is_repeated] for f in message.fields}
+    for name, message in p.DESCRIPTOR.message_types_by_name.items()
+}))
+"""
+
+
+@needs_client
+@pytest.mark.parametrize("python", PYTHONS)
+def test_messages_are_those_of_the_client(python):
+    """All fields of this server, except those that older clients do not have."""
+    theirs = json.loads(run(python, "-c", DESCRIBE))
+    missing = {"LossConfigValue", "ForwardBackwardRequest.loss_fn_config_v2"}
+    for name, one in messages.CLASSES.items():
+        for field in one.DESCRIPTOR.fields:
+            own = [field.number, field.type, field.is_repeated]
+            if {name, f"{name}.{field.name}"} & missing and "0.24" in python_of(python):
+                continue
+            assert theirs[name][field.name] == own, f"{name}.{field.name}"
+
+
+def python_of(python: str) -> str:
+    """The version of the client of an interpreter."""
+    return run(python, "-c", "import tinker; print(tinker.__version__)")
 
 
 def has_cookbook(python: str) -> bool:
