@@ -44,7 +44,6 @@ class Quota(StrictModel):
 
     Attributes:
         models: Models that are not unloaded.
-        slots: Models that are in slots of the device at the same time.
         pending_tokens: Tokens of requests that are not done. Further ones are refused
             with 429, and clients send them again.
         tokens_per_second: Trained tokens a second on average; more of them wait.
@@ -53,7 +52,6 @@ class Quota(StrictModel):
     """
 
     models: PositiveInt | None = None
-    slots: PositiveInt | None = None
     pending_tokens: PositiveInt | None = None
     tokens_per_second: PositiveFloat | None = None
     storage_bytes: PositiveInt | None = None
@@ -129,15 +127,6 @@ def _behind(serve: Any, wrong: Wrong) -> None:
         )
 
 
-def _quotas(serve: Any, wrong: Wrong) -> None:
-    for name, quota in serve.quotas.items():
-        if quota.slots is not None and quota.slots > serve.session.slots:
-            wrong["quotas"] = (
-                f"{name}.slots={quota.slots} is more than session.slots="
-                f"{serve.session.slots}. Lower it, or leave it out."
-            )
-
-
 class ServeConfig(BaseSettings):
     """Settings of `jaxlora serve`.
 
@@ -174,7 +163,7 @@ class ServeConfig(BaseSettings):
         retention: How long the server keeps what nobody asks for.
     """
 
-    rules = (*BaseSettings.rules, _remote, _behind, _quotas)
+    rules = (*BaseSettings.rules, _remote, _behind)
     belongs = {
         name: f"the session. Write session: {{{name}: ...}}"
         for name in SessionConfig.model_fields
