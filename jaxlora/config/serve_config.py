@@ -184,7 +184,7 @@ class ServeConfig(BaseSettings):
     public_url: str | None = None
     database: str | None = None
     storage: str | None = None
-    storage_options: dict[str, str | int | float | bool] = {}
+    storage_options: dict[str, Any] = {}
     cache_bytes: PositiveInt = 20 * 2**30
     train_unembed: Literal["refuse", "ignore"] = "ignore"
     datasets: dict[str, InputPath] = {}

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _TEND_SECONDS = 30.0
 # How long requests may still be answered when the server ends. Clients whose long polls
 # are cut off ask again.
-_LAST_SECONDS = 5
+_LAST_SECONDS = 2
 
 # The routes, in the order in which they are looked for.
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
