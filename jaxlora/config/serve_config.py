@@ -44,7 +44,6 @@ class Quota(StrictModel):
 
     Attributes:
         models: Models that are not unloaded.
-        slots: Models that are in slots of the device at the same time.
         pending_tokens: Tokens of requests that are not done. Further ones are refused
             with 429, and clients send them again.
         tokens_per_second: Trained tokens a second on average; more of them wait.
@@ -53,7 +52,6 @@ class Quota(StrictModel):
     """
 
     models: PositiveInt | None = None
-    slots: PositiveInt | None = None
     pending_tokens: PositiveInt | None = None
     tokens_per_second: PositiveFloat | None = None
     storage_bytes: PositiveInt | None = None
@@ -129,16 +127,6 @@ def _behind(serve: Any, wrong: Wrong) -> None:
         )
 
 
-def _quotas(serve: Any, wrong: Wrong) -> None:
-    slots = serve.session.slots
-    for name, quota in serve.quotas.items() if slots != "auto" else ():
-        if quota.slots is not None and quota.slots > slots:
-            wrong["quotas"] = (
-                f"{name}.slots={quota.slots} is more than session.slots="
-                f"{slots}. Lower it, or leave it out."
-            )
-
-
 class ServeConfig(BaseSettings):
     """Settings of `jaxlora serve`.
 
@@ -175,7 +163,7 @@ class ServeConfig(BaseSettings):
         retention: How long the server keeps what nobody asks for.
     """
 
-    rules = (*BaseSettings.rules, _remote, _behind, _quotas)
+    rules = (*BaseSettings.rules, _remote, _behind)
     belongs = {
         name: f"the session. Write session: {{{name}: ...}}"
         for name in SessionConfig.model_fields
@@ -196,7 +184,7 @@ class ServeConfig(BaseSettings):
     public_url: str | None = None
     database: str | None = None
     storage: str | None = None
-    storage_options: dict[str, str | int | float | bool] = {}
+    storage_options: dict[str, Any] = {}
     cache_bytes: PositiveInt = 20 * 2**30
     train_unembed: Literal["refuse", "ignore"] = "ignore"
     datasets: dict[str, InputPath] = {}
