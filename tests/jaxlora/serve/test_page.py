@@ -33,6 +33,7 @@ from tests.browser import DESKTOP, PHONE, browser, needs_browser, opened
 from tests.jaxlora.session.conftest import SETTINGS
 from tests.jaxlora.session.test_losses import datums
 from tests.jaxlora.session.test_samples import CONFIG
+from tests.jaxlora.train.host_executor import without_device
 from tests.jaxlora.train.runs import LINEARS, TWO_SLOTS
 
 __all__ = ["browser"]
@@ -177,15 +178,13 @@ def test_a_job_is_shown_by_its_name(served, tmp_path):
     added = httpx.post(f"{jobs}/jobs", headers=head, json=job)
     assert added.is_success, added.text
 
-    def row() -> dict:
-        (found,) = [r for r in served.state("alice")["models"] if r["name"] == "orders"]
-        return found
-
-    deadline = time.monotonic() + 60
-    while row()["state"] != "finished":
+    (job,) = served.server.jobs.every()
+    deadline = time.monotonic() + 120
+    while not job.progress.is_over:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    found = row()
+    (found,) = [r for r in served.state("alice")["models"] if r["name"] == "orders"]
+    assert found["state"] == "finished"
     assert (found["step"], found["num_steps"], found["rank"]) == (2, 2, 4)
     assert [p[0] for p in served.state("alice")["points"][found["id"]]] == [1, 2]
     assert not any(r["name"] == "orders" for r in served.state("bob")["models"])
@@ -378,7 +377,8 @@ def test_the_page_of_a_run_moves_while_it_trains(browser, tmp_path):
     with opened(browser, address) as tab:
         tab.get_by_text("The run prepares").wait_for()
         watch = Watch(tab)
-        Trainer(config).train(callbacks=[watch])
+        with without_device():
+            Trainer(config).train(callbacks=[watch])
         look(tab)
         tab.get_by_text("ended", exact=True).wait_for()
         assert len(set(watch.curves)) == 3
