@@ -130,11 +130,12 @@ def _behind(serve: Any, wrong: Wrong) -> None:
 
 
 def _quotas(serve: Any, wrong: Wrong) -> None:
-    for name, quota in serve.quotas.items():
-        if quota.slots is not None and quota.slots > serve.session.slots:
+    slots = serve.session.slots
+    for name, quota in serve.quotas.items() if slots != "auto" else ():
+        if quota.slots is not None and quota.slots > slots:
             wrong["quotas"] = (
                 f"{name}.slots={quota.slots} is more than session.slots="
-                f"{serve.session.slots}. Lower it, or leave it out."
+                f"{slots}. Lower it, or leave it out."
             )
 
 

@@ -88,8 +88,15 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     versions = folder / "versions"  # what an earlier process has left is in no use
     shutil.rmtree(versions, ignore_errors=True)
     versions.mkdir(mode=0o700)
+    engine = Engine(
+        model,
+        config.session,
+        folder=folder / "parked",
+        weight_of=lambda tenant: config.quota(tenant).weight,
+    )
+    config = config.replace(session=engine.config)  # without `auto`
     hub = Hub(
-        *(Engine(model, config.session), storage, database),
+        *(engine, storage, database),
         HubSettings(
             keep_seconds=config.retention.promise_seconds,
             sampler_seconds=config.retention.sampler_seconds,
@@ -252,7 +259,9 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
         except CheckpointError as error:
             owner = str(error).partition(" Two runs cannot share")[0]
             raise ConfigError(f"{owner} Stop that, or set another folder.") from None
-        app = make_app(make_server(config))
+        parts = make_server(config)
+        parts.hub.prepare()
+        app = make_app(parts)
         settings = uvicorn.Config(
             app,
             log_config=None,

@@ -202,6 +202,10 @@ class Hub:
         """The engine, of which other threads may read the model and the settings."""
         return self._engine
 
+    def prepare(self) -> None:
+        """Compiles or loads the programs of training, before `start`."""
+        self._engine.prepare()
+
     def start(self) -> None:
         """Reads what was accepted before, and starts the thread.
 

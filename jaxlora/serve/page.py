@@ -257,7 +257,7 @@ class Viewer:
             resident=places.count("slot"),
             parked=places.count("host"),
             cold=places.count("file"),
-            slots=session.slots if is_admin else None,
+            slots=session.num_slots if is_admin else None,
             fill=status.fill if is_admin else None,
             commit_seconds=status.commit_seconds if is_admin else None,
         )

@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+import os
 import pathlib
+import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +29,7 @@ PENDING: Kind = "pending"  # of gradients beside the kinds of a slot's state
 _MOST_LEAVING = 4  # adapters whose copies are still on the device
 # Most bytes of parked adapters in memory that the device reads by itself.
 _PINNED_BYTES = 32 * 2**30
+_HOST_SHARE = 0.5  # of the free memory of the host, for parked adapters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,10 +167,17 @@ class Residence:
             num_slots: Their number.
             min_stay: How long an adapter stays in its slot if another one can leave.
             host_bytes: Memory of the host for parked adapters, beyond which those that
-                were used least recently go to files; None: there is no bound.
-            folder: Folder for these files, which no one else uses.
+                were used least recently go to files; None: half of what is free if
+                there is a folder, or else there is no bound.
+            folder: Folder for these files, which no one else uses. What is in it is
+                removed.
         """
         assert host_bytes is None or folder is not None, "the rest needs a folder"
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier process
+            if host_bytes is None:
+                free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                host_bytes = int(_HOST_SHARE * free)
         self._table, self._programs = table, programs
         self._min_stay, self._bound, self._folder = min_stay, host_bytes, folder
         self._free = deque(range(num_slots))

@@ -8,7 +8,8 @@ account kept as a virtual time: padded tokens that have run, divided by the weig
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxlora.scheduler.types import Limits, Microbatch, Sample, in_order
 
@@ -92,6 +93,7 @@ class FairQueue:
         *,
         quantum: int | None = None,
         max_wait: int | None = None,
+        weight_of: Callable[[Any], float] = lambda tenant: 1.0,
     ):
         """Makes a queue whose tenants have run nothing.
 
@@ -103,6 +105,7 @@ class FairQueue:
             max_wait: A batch that has waited for so many rows, and for a whole round of
                 all tenants, goes before its tenant's equals; None: twice the largest
                 size.
+            weight_of: Returns the weight of a tenant, unless `weigh` was called.
         """
         self.num_rows = 0
         self._limits, self._sizes = limits, sorted(sizes)
@@ -111,13 +114,14 @@ class FairQueue:
         self._max_wait = 2 * most if max_wait is None else max_wait
         self._best = _best_sizes(self._sizes, limits.block_tokens)
         self._weights: dict[Hashable, float] = {}
+        self._weight_of = weight_of
         # Virtual time of each tenant, unless it is less than any that counts.
         self._times: dict[Hashable, float] = {}
         self._least = 0.0  # that of the tenants who waited when a turn was chosen last
         self._active: set[Hashable] = set()
 
     def weigh(self, tenant: Hashable, weight: float) -> None:
-        """Sets the weight of a tenant, a positive number; others have 1."""
+        """Sets the weight of a tenant, a positive number."""
         assert weight > 0
         self._weights[tenant] = weight
 
@@ -253,7 +257,7 @@ class _Filling:
         self._room -= added
         chosen.samples += samples
         chosen.tokens[owner] = chosen.tokens.get(owner, 0) + tokens
-        weight = queue._weights.get(batch.tenant, 1.0)
+        weight = queue._weights.get(batch.tenant) or queue._weight_of(batch.tenant)
         queue._times[batch.tenant] += added / weight
 
     def _take_part(self, batch: WaitingBatch) -> WaitingBatch | None:

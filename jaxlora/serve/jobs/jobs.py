@@ -72,7 +72,7 @@ class Jobs:
         self.data = TenantData(storage, registry, limits, config.datasets)
         self._hub, self._storage, self._limits = hub, storage, limits
         self._registry = registry
-        self._num_places = config.running_jobs or config.session.slots
+        self._num_places = config.running_jobs or config.session.num_slots
         self._table = JobTable(database)
         self._jobs: dict[tuple[str, str], Job] = {}
         self._drivers: dict[str, Driver] = {}
