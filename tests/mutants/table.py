@@ -259,8 +259,8 @@ _JOBS = (
     ),
     _mutant(
         "a copy keeps the best evaluation of the other job",
-        "            best_eval=None,\n            best_step=None,",
-        "            best_step=None,",
+        "        best_eval=None,\n        best_step=None,",
+        "        best_step=None,",
         f"{_TRAIN}/test_best_evaluation.py",
     ),
     _mutant(
