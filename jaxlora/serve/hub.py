@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from typing import Any
 
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
@@ -355,6 +356,21 @@ class Hub:
             for listener in self.sample_listeners:
                 listener(call, result)
 
+    def park(self, model: str) -> None:
+        """Lets a model leave its slot, if it has nothing to do.
+
+        It comes back with its next operation.
+        """
+
+        def park() -> None:
+            own = self._models.get(model)
+            if own is None or own.adapter is None or not self._is_restored:
+                return
+            if not (own.running or own.held or own.is_blocked):
+                self._engine.park(own.adapter)
+
+        self._inbox.put(park)
+
     def waiting(self, tenant: str) -> Waiting:
         """Returns why promises of a tenant that have no outcome have none."""
         if self._health()[0] not in ("running", "starting"):
@@ -605,7 +621,7 @@ class Hub:
                 self._engine.check_fits(model.id, adapter)
                 self._close(model)
                 model.adapter = self._engine.open(
-                    model.id, adapter, tenant=model.tenant
+                    model.id, adapter, **self._owner(model)
                 )
                 model.is_unloaded = False
             case Load() as load:
@@ -627,6 +643,12 @@ class Hub:
                 self._unload(model, promise)
                 return
         self._finish(promise, Done())
+
+    def _owner(self, model: Model) -> dict[str, Any]:
+        """Returns what the engine is told about the tenant of a model."""
+        quota = None if self._limits is None else self._limits.quota(model.tenant)
+        weight = 1.0 if quota is None else quota.weight
+        return {"tenant": model.tenant, "weight": weight}
 
     def _call(self, model: Model, promise: Promise, given: Pass | Step) -> None:
         """Gives the engine a pass or a step, whose result finishes its promise."""
@@ -869,7 +891,7 @@ class Hub:
             f"{model.id} as loaded",
             path,
             with_optimizer=load.with_optimizer,
-            tenant=model.tenant,
+            **self._owner(model),
         )
         self._close(model)
         self._engine.rename(one, model.id)
@@ -1068,7 +1090,7 @@ class Hub:
                 continue
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path, tenant=model.tenant)
+                model.adapter = open_saved(engine, model.id, path, **self._owner(model))
             except DeviceError:
                 raise
             except JaxloraError as error:
