@@ -428,6 +428,13 @@ class Engine:
             self._is_still(self.table.state)
             raise
 
+    def rename(self, one: OpenAdapter, name: str) -> None:
+        """Gives an adapter another name, which no open adapter has."""
+        assert name not in self.adapters
+        del self.adapters[one.name]
+        one.name = name
+        self.adapters[name] = one
+
     def begin_copy(self, one: OpenAdapter) -> Callable[[], WholeState]:
         """Queues a copy of all that an adapter goes on with; see `begin_reading`."""
         return self._residence.begin_copy(one)

@@ -767,6 +767,30 @@ _CALLS = (
     ),
 )
 
+_SAMPLES = (
+    _mutant(
+        "a sequence reads what the one before has left in its row",
+        "return jnp.where(begins.reshape(-1, *[1] * (whole.ndim - 1)), 0, taken)",
+        "return taken",
+        f"{_SESSION}/test_samples.py::"
+        "test_a_version_that_diverged_does_not_reach_those_after_it",
+    ),
+    _mutant(
+        "the random numbers of a token are those of the first",
+        "ints[:, i] = request.slot, place, step, request.seed",
+        "ints[:, i] = request.slot, place, 0, request.seed",
+        f"{_SESSION}/test_samples.py::test_calls_together_give_the_bits_of_each_alone",
+        "tests/jaxlora/generate/test_generator.py",
+    ),
+    _mutant(
+        "a release ends a version that calls still need",
+        "if version.num_held or not version.is_released:",
+        "if not version.is_released:",
+        f"{_SESSION}/test_samples.py::"
+        "test_a_release_waits_for_the_calls_that_need_the_version",
+    ),
+)
+
 MUTANTS = (
     *_ORDER_AND_RESUME,
     *_FILES,
@@ -775,4 +799,5 @@ MUTANTS = (
     *_DEVICES,
     *_PLANS,
     *_CALLS,
+    *_SAMPLES,
 )
