@@ -736,6 +736,30 @@ _CALLS = (
         f"{_SESSION}/test_engine.py::test_calls_run_in_the_order_of_their_adapter",
     ),
     _mutant(
+        "a parked adapter comes back without its gradients",
+        "            if pending is not None:\n",
+        "            if False:\n",
+        f"{_SESSION}/test_residence.py::test_gradients_go_with_a_parked_adapter",
+    ),
+    _mutant(
+        "gradients of a parked adapter are finite when it comes back",
+        "self._write_gradients(slot, pending, rows.is_finite)",
+        "self._write_gradients(slot, pending, True)",
+        f"{_SESSION}/test_residence.py",
+    ),
+    _mutant(
+        "rows of an adapter run with the slot of another one",
+        "found = [next(others) if slot is None else slot for slot in slots]",
+        "found = [next(others) if slot is None else slot for slot in slots[::-1]]",
+        f"{_SESSION}/test_losses.py",
+    ),
+    _mutant(
+        "a tenant that was away is owed all that it has missed",
+        "start = self._least - self._quantum",
+        "start = self._least - 99 * self._quantum",
+        "tests/scheduler/stream/test_waiting.py",
+    ),
+    _mutant(
         "a tenant that is ahead runs as one that is behind",
         "if time > least + queue._quantum:",
         "if time > least + 99 * queue._quantum:",
