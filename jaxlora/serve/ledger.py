@@ -488,8 +488,9 @@ class _Lock:
 
     def close(self) -> None:
         """Gives the lock back."""
-        if self._handle >= 0:
-            os.close(self._handle)
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
         if self._connection is not None:
             self._connection.invalidate()  # the lock ends with the connection
             self._connection.close()

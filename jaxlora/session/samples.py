@@ -281,6 +281,8 @@ class Samples:
                 used.
         """
         _check(call, self._model.config)
+        if call.stop_texts:
+            assert self._tokenizer  # it is read here, where an error is the call's own
         version = None
         if call.version != BASE:
             version = self.published.version(call.version)

@@ -409,6 +409,14 @@ class Load:
             jax.block_until_ready(jax.tree.leaves(made._decoder.weights()[0].adapters))
 
         yield _row("publish, to the end", _median(published))
+        for one in some:
+            engine.close(one)
+
+    def moves(self) -> Iterator[dict[str, Any]]:
+        """Times adapters that leave their slots and come back, four at a time."""
+        engine, rank = self.engine, self._case.rank
+        adapters = [new_adapter(engine, f"a{i}", rank=rank, seed=i) for i in range(4)]
+        some = [engine.open(f"a{i}", adapter) for i, adapter in enumerate(adapters)]
 
         def move() -> None:
             for one in some:
@@ -550,6 +558,8 @@ def run(args: argparse.Namespace) -> None:
         add(against(load.closed_loop(first, args.first_seconds)))
     if "D" in args.rows:
         add(against(load.heavy(first, args.seconds)))
+    for found in load.moves():
+        add(found)
     for number in others if "A" in args.rows else ():
         add(against(load.closed_loop(number, args.seconds)))
     print(rows.tables())

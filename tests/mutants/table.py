@@ -737,6 +737,30 @@ _CALLS = (
         f"{_SESSION}/test_engine.py::test_calls_run_in_the_order_of_their_adapter",
     ),
     _mutant(
+        "a parked adapter comes back without its gradients",
+        "            if pending is not None:\n",
+        "            if False:\n",
+        f"{_SESSION}/test_residence.py::test_gradients_go_with_a_parked_adapter",
+    ),
+    _mutant(
+        "gradients of a parked adapter are finite when it comes back",
+        "self._write_gradients(slot, pending, rows.is_finite)",
+        "self._write_gradients(slot, pending, True)",
+        f"{_SESSION}/test_residence.py",
+    ),
+    _mutant(
+        "rows of an adapter run with the slot of another one",
+        "found = [next(others) if slot is None else slot for slot in slots]",
+        "found = [next(others) if slot is None else slot for slot in slots[::-1]]",
+        f"{_SESSION}/test_losses.py",
+    ),
+    _mutant(
+        "a tenant that was away is owed all that it has missed",
+        "start = self._least - self._quantum",
+        "start = self._least - 99 * self._quantum",
+        "tests/scheduler/stream/test_waiting.py",
+    ),
+    _mutant(
         "a tenant that is ahead runs as one that is behind",
         "if time > least + queue._quantum:",
         "if time > least + 99 * queue._quantum:",
@@ -766,6 +790,30 @@ _JOBS_OF_SERVERS = (
     ),
 )
 
+_SAMPLES = (
+    _mutant(
+        "a sequence reads what the one before has left in its row",
+        "return jnp.where(begins.reshape(-1, *[1] * (whole.ndim - 1)), 0, taken)",
+        "return taken",
+        f"{_SESSION}/test_samples.py::"
+        "test_a_version_that_diverged_does_not_reach_those_after_it",
+    ),
+    _mutant(
+        "the random numbers of a token are those of the first",
+        "ints[:, i] = request.slot, place, step, request.seed",
+        "ints[:, i] = request.slot, place, 0, request.seed",
+        f"{_SESSION}/test_samples.py::test_calls_together_give_the_bits_of_each_alone",
+        "tests/jaxlora/generate/test_generator.py",
+    ),
+    _mutant(
+        "a release ends a version that calls still need",
+        "if version.num_held or not version.is_released:",
+        "if not version.is_released:",
+        f"{_SESSION}/test_samples.py::"
+        "test_a_release_waits_for_the_calls_that_need_the_version",
+    ),
+)
+
 MUTANTS = (
     *_ORDER_AND_RESUME,
     *_FILES,
@@ -774,5 +822,6 @@ MUTANTS = (
     *_DEVICES,
     *_PLANS,
     *_CALLS,
+    *_SAMPLES,
     *_JOBS_OF_SERVERS,
 )

@@ -177,6 +177,7 @@ def main(folder: str, model: str, num_steps: str) -> None:
     known = json.loads(sys.stdin.readline())
     keep_the_log()
     hub = open_hub(pathlib.Path(folder), model, snapshot_steps=3, snapshot_seconds=0.3)
+    hub.engine.prepare()  # a process that is killed before would tell nothing
     clients = Clients(hub, known, int(num_steps))
     clients.say("ready")
     hub.start()

@@ -46,7 +46,7 @@ class Life:
         self.process.stdin.write(json.dumps(known) + "\n")
         self.process.stdin.flush()
         self.lines, self.errors = [], []
-        self.is_ready = threading.Event()
+        self.has_begun = {"ready": threading.Event(), "outcome": threading.Event()}
         self.threads = [
             threading.Thread(target=self._read),
             threading.Thread(target=lambda: self.errors.extend(self.process.stderr)),
@@ -56,14 +56,16 @@ class Life:
 
     def _read(self):
         for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n").split(" ", 2))
-            if line == "ready\n":
-                self.is_ready.set()
-        self.is_ready.set()
+            words = line.rstrip("\n").split(" ", 2)
+            self.lines.append(words)
+            if words[0] in self.has_begun:
+                self.has_begun[words[0]].set()
+        for event in self.has_begun.values():
+            event.set()
 
-    def end(self, seconds: float | None) -> bool:
-        """Kills the process so long after it is ready; returns whether it was done."""
-        self.is_ready.wait()
+    def end(self, seconds: float | None, after: str = "outcome") -> bool:
+        """Kills the process some time after a word; returns whether it was done."""
+        self.has_begun[after].wait()
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -80,16 +82,22 @@ class Life:
         return self.process.returncode == 0
 
 
-def live_through(folder, model, num_steps: int, seconds: list[float]) -> dict:
+def live_through(folder, model, num_steps: int, kills: list[tuple[float, str]]) -> dict:
     """Runs the load in processes that are killed, and in one that is not.
+
+    Args:
+        folder: Folder of the hub.
+        model: The base model.
+        num_steps: Steps of the load.
+        kills: When each process is killed: seconds after it has written a word.
 
     Returns:
         What became of each operation.
     """
-    known, outcomes, num_kills = {}, {}, 0
-    for limit in [*seconds, None]:
+    known, outcomes = {}, {}
+    for number, (limit, after) in enumerate([*kills, (None, "ready")], 1):
         life = Life(folder, model, num_steps, known)
-        is_done = life.end(limit)
+        is_done = life.end(limit, after)
         for word, *rest in life.lines:
             if word == "accepted":
                 key, request_id = rest
@@ -100,8 +108,7 @@ def live_through(folder, model, num_steps: int, seconds: list[float]) -> dict:
                 assert outcomes.setdefault(key, found) == found, key
         if is_done:
             break
-        num_kills += 1
-    print(f"{num_kills} kills")
+        print(f"{number} kills, {len(outcomes)} outcomes", flush=True)
     return outcomes
 
 
@@ -173,7 +180,8 @@ def model(tmp_path_factory):
 
 
 def test_a_few_kills(tmp_path, model):
-    outcomes = live_through(tmp_path / "killed", model, 7, [0.4, 0.3])
+    kills = [(0.2, "outcome"), (0.1, "ready")]
+    outcomes = live_through(tmp_path / "killed", model, 7, kills)
     check(outcomes, 7)
     assert_replayed_bits_are_equal(tmp_path / "killed", model, 7)
 
@@ -181,8 +189,11 @@ def test_a_few_kills(tmp_path, model):
 @pytest.mark.grid
 def test_two_hundred_kills(tmp_path, model):
     rng, killed, whole = random.Random(0), tmp_path / "killed", tmp_path / "whole"
-    limits = [rng.expovariate(1 / 0.7) for _ in range(200)]
-    check(live_through(killed, model, 400, limits), 400)
+    kills = [
+        (rng.expovariate(1 / 0.4), rng.choice(["ready", "outcome", "outcome"]))
+        for _ in range(200)
+    ]
+    check(live_through(killed, model, 400, kills), 400)
     assert_replayed_bits_are_equal(killed, model, 400)
     check(live_through(whole, model, 400, []), 400)
     assert_states_are_close(killed, whole)

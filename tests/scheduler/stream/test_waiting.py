@@ -234,3 +234,12 @@ def test_a_tenant_that_comes_back_is_owed_little():
         turn = queue.next([batch("a", [2048] * 8), batch("b", [2048] * 8)])
         owners += [s.owner for s in turn.microbatch]
     assert owners.count("b") - owners.count("a") <= 4
+
+
+def test_a_tenant_has_no_more_owners_in_a_microbatch_than_it_may():
+    most = {"few": 1, "many": None}
+    queue = FairQueue(LIMITS, SIZES, most_owners_of=most.__getitem__)
+    tenants = ["few", "many"]
+    waiting = [batch(t, [64], owner=f"{t}{i}") for t in tenants for i in range(4)]
+    owners = [s.owner for s in queue.next(waiting).microbatch]
+    assert sorted(owners) == ["few0", "many0", "many1", "many2", "many3"]
