@@ -107,6 +107,11 @@ class Published:
         )
         return LoadedDecoder(stages=(stage,))
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(table.nbytes for table in self._tables.values())
+
     def prepare(self) -> None:
         """Compiles, or loads, what publishing needs."""
         self.publish("", self._engine.base)

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from jaxlora import Datum
-from jaxlora.config.session_config import SamplingConfig
+from jaxlora.config.session_config import SamplingConfig, SessionConfig
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.generate.batch import Batch
+from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.session.engine import Engine
 from jaxlora.session.samples import SampleCall, SampleResult, Samples
 from jaxlora.session.session import Session
 from tests.jaxlora.session.conftest import LINEARS, SETTINGS, scaled
@@ -231,6 +233,26 @@ def test_the_cache_bounds_how_many_run(published):
     _, small = published(CONFIG.replace(cache_tokens=600))
     with pytest.raises(ConfigError, match="2 rows of 512, and it has cache_tokens=600"):
         drawn(small, call(max_tokens=130))
+
+
+def test_the_cache_is_as_large_as_there_is_memory_for(published, tiny_model):
+    _, samples = published(CONFIG.replace(cache_tokens="auto"))
+    assert samples._cache_size == 65536
+    engine = Engine(tiny_model, SessionConfig(**SETTINGS))
+    need = engine.memory_estimate
+    of_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, features, bytes
+    for tokens, auto in ((10_000, 6912), (300, None)):
+        room = need.total_bytes + samples.published.num_bytes + tokens * of_token
+        memory = DeviceMemory(num_bytes=room, source="a test")
+        engine.memory_estimate = dataclasses.replace(need, available=memory)
+        if auto is not None:
+            made = Samples(engine, CONFIG.replace(cache_tokens="auto"))
+            assert made._cache_size == auto
+        else:
+            with pytest.raises(ConfigError, match="at least 256 tokens of them"):
+                Samples(engine, CONFIG.replace(cache_tokens="auto"))
+        with pytest.raises(ConfigError, match="caches of 10240 tokens"):
+            Samples(engine, CONFIG.replace(cache_tokens=10240))
 
 
 def test_a_tenant_with_many_samples_does_not_hold_up_others(published):
