@@ -300,7 +300,10 @@ class Load:
         """
         for one in tenants:
             one.send()
-        self._until(time.perf_counter() + 3 + seconds / 8 if seconds > 3 else 0.0)
+        # Longer than a round of all tenants, in which their adapters come for the
+        # first time.
+        warm_up = 3 + seconds / 8 + len(tenants) / 6 if seconds > 3 else 0.0
+        self._until(time.perf_counter() + warm_up)
         self._microbatches.clear()
         self._tokens.clear()
         before = self.engine._residence.num_moves
@@ -369,8 +372,9 @@ class Load:
             return pass_call(engine, data, loss, is_training=True)
 
         for size in self._case.sizes:
-            longest = min(self._case.longest, size)
-            calls = [call([longest] * (size // longest)) for _ in range(7)]
+            mean = min(self._case.mean_tokens, size)
+            number = max(1, size // mean)
+            calls = [call([size // number] * number) for _ in range(7)]
             for number, one in enumerate(calls):
                 if number == 1:
                     engine.drain()
