@@ -84,6 +84,8 @@ class SamplingConfig(StrictModel):
     Attributes:
         versions: Number of published versions that are on the device at the same time;
             others wait in files.
+        file_versions: Most versions that wait in files. Beyond it, those that were used
+            least recently end; they are opened again if they have files of their own.
         rows: Most sequences of a similar length that are generated together.
         cache_tokens: Tokens of all sequences that the caches of keys and values hold,
             padding included, which bounds their memory. Further sequences wait. `auto`
@@ -94,6 +96,7 @@ class SamplingConfig(StrictModel):
     """
 
     versions: PositiveInt = 16
+    file_versions: PositiveInt = 1000
     rows: PositiveInt = 64
     cache_tokens: PositiveInt | Literal["auto"] = "auto"
     part_tokens: PositiveInt = 256

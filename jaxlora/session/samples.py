@@ -245,7 +245,9 @@ class Samples:
             config: Settings.
             folder: See `Published`.
         """
-        self.published = Published(engine, config.versions, folder)
+        self.published = Published(
+            engine, config.versions, config.file_versions, folder
+        )
         self.published.prepare()
         self._engine, self._model, self._config = engine, engine.model, config
         self._cache_size = _cache_size(engine, config, self.published)

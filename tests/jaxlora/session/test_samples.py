@@ -156,6 +156,21 @@ def test_more_versions_than_slots(published, tmp_path):
         drawn(samples, call("a1"))
 
 
+def test_the_oldest_versions_end(published):
+    """Unless a call needs them."""
+    session, samples = published(CONFIG.replace(file_versions=2))
+    one, found = session._engine.adapters["a"], []
+    samples.submit(call("a1", max_tokens=2), found.append, found.append)
+    for number in range(6):
+        samples.published.publish(f"v{number}", one)
+    while samples.advance():
+        pass
+    assert tokens(found[0])[0] and samples.published.knows("a1")
+    known = [number for number in range(6) if samples.published.knows(f"v{number}")]
+    assert known[-3:] == [3, 4, 5] and len(known) <= 4
+    assert not samples.published.knows("b1")
+
+
 def test_versions_come_and_go_while_samples_are_drawn(published):
     session, samples = published(CONFIG.replace(versions=3))
     one, found = call("a1", max_tokens=90), []
