@@ -83,7 +83,6 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         )
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
-    limits = Limits(config, registry)
     versions = folder / "versions"  # what an earlier process has left is in no use
     shutil.rmtree(versions, ignore_errors=True)
     versions.mkdir(mode=0o700)
@@ -94,6 +93,7 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         weight_of=lambda tenant: config.quota(tenant).weight,
     )
     config = config.replace(session=engine.config)  # without `auto`
+    limits = Limits(config, registry)
     hub = Hub(
         *(engine, storage, database),
         HubSettings(
@@ -104,7 +104,6 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         limits=limits,
         folder=versions,
     )
-    limits = Limits(config, registry)
     return Server(
         config=config,
         database=database,

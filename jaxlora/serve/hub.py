@@ -617,7 +617,7 @@ class Hub:
                 name = model.id.replace(":", "-")  # that of a job, which is a folder's
                 adapter = new_adapter(self._engine, name, **dataclasses.asdict(create))
                 model.adapter = self._engine.open(
-                    model.id, adapter, **self._owner(model)
+                    model.id, adapter, tenant=model.tenant
                 )
                 model.is_unloaded = False
             case Load() as load:
@@ -639,12 +639,6 @@ class Hub:
                 self._unload(model, promise)
                 return
         self._finish(promise, Done())
-
-    def _owner(self, model: Model) -> dict[str, Any]:
-        """Returns what the engine is told about the tenant of a model."""
-        quota = None if self._limits is None else self._limits.quota(model.tenant)
-        weight = 1.0 if quota is None else quota.weight
-        return {"tenant": model.tenant, "weight": weight}
 
     def _call(self, model: Model, promise: Promise, given: Pass | Step) -> None:
         """Gives the engine a pass or a step, whose result finishes its promise."""
@@ -888,7 +882,7 @@ class Hub:
             model.id,
             path,
             with_optimizer=load.with_optimizer,
-            **self._owner(model),
+            tenant=model.tenant,
         )
         steps = model.steps = one.num_steps
         model.is_unloaded = False
@@ -1078,7 +1072,7 @@ class Hub:
                 continue
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path, **self._owner(model))
+                model.adapter = open_saved(engine, model.id, path, tenant=model.tenant)
             except DeviceError:
                 raise
             except JaxloraError as error:

@@ -12,6 +12,7 @@ import time
 from typing import Annotated
 
 import httpx
+import numpy as np
 import pydantic
 import pytest
 import yaml
@@ -27,10 +28,12 @@ from jaxlora.hf.load import load_model
 from jaxlora.serve.app import delete_expired, make_app, make_server, park_lapsed
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
-from jaxlora.serve.operation import Create, Done, Step
+from jaxlora.serve.operation import Create, Done, Pass, Step
 from jaxlora.serve.server import Server
+from jaxlora.session.datum import ChosenLoss
 from tests import tiny
 from tests.jaxlora.session.conftest import SETTINGS
+from tests.jaxlora.session.test_losses import datums
 
 KEY = "alice/0f:train:0/weights/first"
 Trainer = Annotated[Principal, Depends(allowed("train"))]
@@ -290,6 +293,31 @@ def test_models_of_a_client_that_is_gone_leave_their_slots(model, tmp_path):
         step = Step(params=AdamParams(learning_rate=1e-3))
         done = server.hub.submit("local", "gone:1", 2, step).outcome.result(timeout=60)
     assert parked == ["gone:1"] and isinstance(done, Done)
+
+
+def test_passes_beyond_the_rate_of_a_tenant_wait(model, tmp_path, clock):
+    """They are accepted, and run when the tenant has tokens again."""
+    slow = {"default": {"tokens_per_second": 0.1}}
+    server, app = make(model, tmp_path, quotas=slow)
+    server.limits._clock = clock
+    create = Create(rank=4, lora_alpha=32.0, target_modules=None, seed=0)
+    given = Pass(
+        data=tuple(datums(np.random.default_rng(0))),
+        loss=ChosenLoss.of("cross_entropy", None),
+        is_training=False,
+    )
+    with TestClient(app, base_url="http://localhost"):
+        submit = lambda number, what: server.hub.submit("a", "m", number, what)
+        submit(1, create).outcome.result(timeout=60)
+        submit(2, given).outcome.result(timeout=60)
+        second = submit(3, given)
+        second.accepted.result(timeout=60)
+        assert server.hub.waiting("a").state == "paused_rate_limit"
+        assert server.hub.waiting("b").state == "active"
+        with pytest.raises(TimeoutError):
+            second.outcome.result(timeout=0.1)
+        clock.now += 10 * sum(len(datum.tokens) for datum in given.data)
+        assert isinstance(second.outcome.result(timeout=60), Done)
 
 
 def test_keys_on_the_command_line(tmp_path, capsys):
