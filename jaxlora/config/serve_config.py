@@ -44,6 +44,7 @@ class Quota(StrictModel):
 
     Attributes:
         models: Models that are not unloaded.
+        slots: Models that are in slots of the device at the same time.
         pending_tokens: Tokens of requests that are not done. Further ones are refused
             with 429, and clients send them again.
         tokens_per_second: Trained tokens a second on average; more of them wait.
@@ -52,6 +53,7 @@ class Quota(StrictModel):
     """
 
     models: PositiveInt | None = None
+    slots: PositiveInt | None = None
     pending_tokens: PositiveInt | None = None
     tokens_per_second: PositiveFloat | None = None
     storage_bytes: PositiveInt | None = None

@@ -91,6 +91,7 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         config.session,
         folder=folder / "parked",
         weight_of=lambda tenant: config.quota(tenant).weight,
+        slots_of=lambda tenant: config.quota(tenant).slots,
     )
     config = config.replace(session=engine.config)  # without `auto`
     limits = Limits(config, registry)
