@@ -65,6 +65,19 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     folder = pathlib.Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     database = Database(config.database_url)
+    try:
+        return _make_parts(config, folder, database, model)
+    except BaseException:
+        database.close()
+        raise
+
+
+def _make_parts(
+    config: ServeConfig,
+    folder: pathlib.Path,
+    database: Database,
+    model: FrozenModel | None,
+) -> Server:
     storage = Storage(
         config.storage_url,
         options=config.storage_options,

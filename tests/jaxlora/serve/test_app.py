@@ -1,6 +1,7 @@
 """What every request and answer goes through, whatever its route."""
 
 import asyncio
+import contextlib
 import logging
 import pathlib
 import signal
@@ -23,12 +24,12 @@ from fastapi.testclient import TestClient
 from jaxlora.cli.main import main
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.config.session_config import AdamParams
-from jaxlora.errors import DeviceError
+from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import delete_expired, make_app, make_server, park_lapsed
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
-from jaxlora.serve.operation import Create, Done, Pass, Step
+from jaxlora.serve.operation import Create, Done, Load, Pass, Save, Step
 from jaxlora.serve.server import Server
 from jaxlora.session.datum import ChosenLoss
 from tests import tiny
@@ -318,6 +319,33 @@ def test_passes_beyond_the_rate_of_a_tenant_wait(model, tmp_path, clock):
             second.outcome.result(timeout=0.1)
         clock.now += 10 * sum(len(datum.tokens) for datum in given.data)
         assert isinstance(second.outcome.result(timeout=60), Done)
+
+
+def test_postgres_and_an_object_store_do_the_same(model, tmp_path, postgres_url):
+    """A model goes on from its ledger, and from a checkpoint that was stored."""
+    settings = {"database": postgres_url, "storage": "memory:///"}
+    create = Create(rank=4, lora_alpha=32.0, target_modules=None, seed=0)
+    step = Step(params=AdamParams(learning_rate=1e-3))
+    save = Save(checkpoint="local/m/weights/one", kind="state")
+    load = Load(checkpoint="local/m/weights/one", with_optimizer=True)
+    with contextlib.ExitStack() as stack:
+        first, app = make(model, tmp_path, **settings)
+        stack.enter_context(TestClient(app, base_url="http://localhost"))
+        for number, what in enumerate((create, step, save), 1):
+            promise = first.hub.submit("local", "m", number, what)
+            assert isinstance(promise.outcome.result(timeout=60), Done), what
+        with pytest.raises(ConfigError):  # it belongs to one server at a time
+            make(model, tmp_path / "other", **settings)
+    # The store of the next one is the same, as that of a cloud would be.
+    second, app = make(model, tmp_path, **settings)
+    second.storage._place._store = first.storage._place._store
+    with TestClient(app, base_url="http://localhost"):
+        known = second.hub.promise("local", promise.request_id)
+        assert known is not None and isinstance(known.outcome.result(timeout=60), Done)
+        done = second.hub.submit("local", "n", 1, load).outcome.result(timeout=60)
+        assert isinstance(done, Done)
+        done = second.hub.submit("local", "n", 2, step).outcome.result(timeout=60)
+        assert isinstance(done, Done) and done.result.step == 2
 
 
 def test_keys_on_the_command_line(tmp_path, capsys):
