@@ -191,7 +191,6 @@ class OpenAdapter(Resident):
     Attributes:
         name: Its name.
         number: Its number, which no other has.
-        tenant: Whose turn its microbatches take.
         num_steps: Optimizer steps that have changed its weights.
         calls: Calls that are not queued, in their order, by their numbers.
         last_step: The step that was queued last; None: there was none.
@@ -199,7 +198,6 @@ class OpenAdapter(Resident):
 
     name: str
     number: int
-    tenant: str = ""
     num_steps: int = 0
     calls: dict[int, Call] = dataclasses.field(default_factory=dict)
     last_step: StepCall | None = None
@@ -251,6 +249,7 @@ class Engine:
         host_bytes: int | None = None,
         folder: pathlib.Path | None = None,
         weight_of: Callable[[str], float] = lambda tenant: 1.0,
+        slots_of: Callable[[str], int | None] = lambda tenant: None,
     ):
         """Makes empty slots; programs are compiled, or loaded, when they are needed.
 
@@ -261,6 +260,7 @@ class Engine:
             folder: See `Residence`.
             weight_of: Returns the share of a tenant, in units of that of another one,
                 unless `open` gives it.
+            slots_of: Returns the most slots of a tenant; None: any number.
 
         Raises:
             ConfigError: No kernels or attention can run the model here, the targets
@@ -290,7 +290,9 @@ class Engine:
         self._limits = Limits(
             capacity=sizes[-1], block_tokens=config.block_tokens, max_jobs=most
         )
-        self.queue = FairQueue(self._limits, sizes, weight_of=weight_of)
+        self.queue = FairQueue(
+            self._limits, sizes, weight_of=weight_of, most_owners_of=slots_of
+        )
         self._packer = TickPacker(layout, self._limits)
         self._residence = Residence(
             self.table,
@@ -299,11 +301,13 @@ class Engine:
             min_stay=2 * sizes[-1],
             host_bytes=host_bytes,
             folder=folder,
+            most_of=slots_of,
         )
         self._given: dict[str, Any] = {
             "host_bytes": host_bytes,
             "folder": folder,
             "weight_of": weight_of,
+            "slots_of": slots_of,
         }
         self.lock = threading.RLock()
         self.on_queued: Callable[[Piece], None] = lambda piece: None
@@ -423,6 +427,13 @@ class Engine:
         except BaseException:
             self._is_still(self.table.state)
             raise
+
+    def rename(self, one: OpenAdapter, name: str) -> None:
+        """Gives an adapter another name, which no open adapter has."""
+        assert name not in self.adapters
+        del self.adapters[one.name]
+        one.name = name
+        self.adapters[name] = one
 
     def begin_copy(self, one: OpenAdapter) -> Callable[[], WholeState]:
         """Queues a copy of all that an adapter goes on with; see `begin_reading`."""

@@ -300,7 +300,10 @@ class Load:
         """
         for one in tenants:
             one.send()
-        self._until(time.perf_counter() + 3 + seconds / 8 if seconds > 3 else 0.0)
+        # Longer than a round of all tenants, in which their adapters come for the
+        # first time.
+        warm_up = 3 + seconds / 8 + len(tenants) / 6 if seconds > 3 else 0.0
+        self._until(time.perf_counter() + warm_up)
         self._microbatches.clear()
         self._tokens.clear()
         before = self.engine._residence.num_moves
@@ -369,8 +372,9 @@ class Load:
             return pass_call(engine, data, loss, is_training=True)
 
         for size in self._case.sizes:
-            longest = min(self._case.longest, size)
-            calls = [call([longest] * (size // longest)) for _ in range(7)]
+            mean = min(self._case.mean_tokens, size)
+            number = max(1, size // mean)
+            calls = [call([size // number] * number) for _ in range(7)]
             for number, one in enumerate(calls):
                 if number == 1:
                     engine.drain()
@@ -409,6 +413,14 @@ class Load:
             jax.block_until_ready(jax.tree.leaves(made._decoder.weights()[0].adapters))
 
         yield _row("publish, to the end", _median(published))
+        for one in some:
+            engine.close(one)
+
+    def moves(self) -> Iterator[dict[str, Any]]:
+        """Times adapters that leave their slots and come back, four at a time."""
+        engine, rank = self.engine, self._case.rank
+        adapters = [new_adapter(engine, f"a{i}", rank=rank, seed=i) for i in range(4)]
+        some = [engine.open(f"a{i}", adapter) for i, adapter in enumerate(adapters)]
 
         def move() -> None:
             for one in some:
@@ -550,6 +562,8 @@ def run(args: argparse.Namespace) -> None:
         add(against(load.closed_loop(first, args.first_seconds)))
     if "D" in args.rows:
         add(against(load.heavy(first, args.seconds)))
+    for found in load.moves():
+        add(found)
     for number in others if "A" in args.rows else ():
         add(against(load.closed_loop(number, args.seconds)))
     print(rows.tables())

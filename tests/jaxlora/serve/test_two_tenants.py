@@ -184,6 +184,19 @@ REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
             {"model_id": "{model}", "seq_id": 106, "path": "b"},
         )
     ],
+    ("GET", "/v1/models"): [("/v1/models", None)],
+    ("GET", "/v1/models/{name:path}"): [("/v1/models/{job}", None)],
+    ("POST", "/v1/chat/completions"): [
+        (
+            "/v1/chat/completions",
+            {
+                "model": model,
+                "messages": [{"role": "user", "content": "a"}],
+                "max_tokens": 1,
+            },
+        )
+        for model in ("{job}", "tinker://{model}/sampler_weights/{name}")
+    ],
     ("GET", "/jobs/v1/uploads"): [("/jobs/v1/uploads", None)],
     ("GET", "/jobs/v1/uploads/{name}"): [("/jobs/v1/uploads/{upload}", None)],
     ("GET", "/jobs/v1/jobs"): [("/jobs/v1/jobs", None)],
