@@ -70,7 +70,8 @@ def definition(p, w=None):
     rows = np.repeat(blocks, BLOCK)
     keep = np.ones((len(rows), K))
     if drop is not None:
-        kept = drop.keep(jnp.maximum(p["block_adapter"], 0), p["x"].shape)
+        kept_of = compiled(lambda drop, blocks: drop.keep(blocks, p["x"].shape))
+        kept = kept_of(drop, np.maximum(blocks, 0))
         keep = np.asarray(kept).reshape(keep.shape)
         keep = keep / (1 - np.asarray(drop.rate, np.float64))[np.maximum(rows, 0), None]
     scaling = np.asarray(p["scaling"], np.float64)
