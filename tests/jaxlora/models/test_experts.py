@@ -36,7 +36,7 @@ OF_PEFT = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(spec: DecoderSpec, tables, base, settings, rows, is_target):
-    """Returns gradients of the loss, and logits; checkpoints of one model share it."""
+    """Returns the gradients of the loss, and the logits."""
     tokens, *_ = rows
     cap = spec.config.logit_softcap
 
