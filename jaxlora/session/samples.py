@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +26,8 @@ from jaxlora.generate.generator import end_ids
 from jaxlora.generate.loaded import NO_ADAPTER
 from jaxlora.generate.programs import MOST_TOP_TOKENS
 from jaxlora.models.config import ModelConfig
+from jaxlora.plan.memory.device_memory import format_bytes
+from jaxlora.plan.memory.footprint import num_bytes
 from jaxlora.programs.program import Prepared
 from jaxlora.session.engine import Engine
 from jaxlora.session.published import Published, Version
@@ -34,8 +38,12 @@ from jaxlora.session.sampler import (
     seed_of_sample,
 )
 
+logger = logging.getLogger(__name__)
+
 _PROMPT_ROWS = 4  # prompts that run at once
 _LEAST_ROWS = 2
+_MOST_CACHE = 65536  # tokens that `auto` takes at most,
+_CACHE_SHARE = 0.7  # of what there is memory for
 _PIECE_SECONDS = 0.15  # of decoding, between two looks at other work
 _LOOK_SECONDS = 0.02
 _MOST_CREDIT, _MOST_AHEAD = 0.5, 0.1  # in seconds of sampling that training owes
@@ -237,14 +245,18 @@ class Samples:
             config: Settings.
             folder: See `Published`.
         """
-        self.published = Published(engine, config.versions, folder)
+        self.published = Published(
+            engine, config.versions, config.file_versions, folder
+        )
         self.published.prepare()
         self._engine, self._model, self._config = engine, engine.model, config
+        self._cache_size = _cache_size(engine, config, self.published)
         self._asked: list[_Asked] = []
         self._lanes: dict[int, _Lane] = {}  # by places of a row
         # By places of a row, and whether prompts are scored, with likely tokens.
         self._prepared: dict[tuple[int, bool | None], list[Prepared]] = {}
-        self._in_flight: tuple[_Lane, jax.Array, int] | None = None
+        # With the number of tokens, and the seconds until it was queued.
+        self._in_flight: tuple[_Lane, int, float] | None = None
         self._mark = jax.jit(lambda: jnp.zeros(()))
         self._turns = itertools.count(1)
         self._credit, self._since, self._is_idle = 0.0, 0.0, True
@@ -325,11 +337,11 @@ class Samples:
         while size < needed:
             size *= 4
         size = min(size, rounded(self._model.config.max_positions))
-        if _LEAST_ROWS * size > self._config.cache_tokens:
+        if _LEAST_ROWS * size > self._cache_size:
             raise ConfigError(
                 f"the prompt and max_tokens={max_tokens} take {needed} places of the "
                 f"cache, which are {_LEAST_ROWS} rows of {size}, and it has "
-                f"cache_tokens={self._config.cache_tokens}. Shorten the prompt, lower "
+                f"cache_tokens={self._cache_size}. Shorten the prompt, lower "
                 "max_tokens, or set cache_tokens when the server starts."
             )
         return size
@@ -358,7 +370,7 @@ class Samples:
         """
         if cache_tokens in self._lanes:
             return self._lanes[cache_tokens]
-        shape, most = self._shape(cache_tokens), self._config.cache_tokens
+        shape, most = self._shape(cache_tokens), self._cache_size
         needed = shape.num_rows * cache_tokens
         for size, lane in list(self._lanes.items()):
             is_idle = not lane.running and size not in joining
@@ -370,7 +382,7 @@ class Samples:
         return self._lanes.setdefault(cache_tokens, lane)
 
     def _shape(self, cache_tokens: int) -> BatchShape:
-        rows = max(self._config.cache_tokens // 2 // cache_tokens, _LEAST_ROWS)
+        rows = max(self._cache_size // 2 // cache_tokens, _LEAST_ROWS)
         return BatchShape(
             num_rows=min(rows, self._config.rows),
             prompt_rows=_PROMPT_ROWS,
@@ -475,8 +487,8 @@ class Samples:
     def turn(self, train: Callable[[], bool]) -> bool:
         """Does a piece of sampling, of training, or of both, by their shares.
 
-        A piece that is queued here is waited for in the next turn, so that the device
-        has training to do while the host reads tokens, and the other way round.
+        The tokens of a piece that is queued here are taken in the next turn, while the
+        device has training to do.
 
         Args:
             train: Does the next piece of training; returns whether there was any.
@@ -491,12 +503,12 @@ class Samples:
         try:
             sampled = self._settle()
             if self._credit >= 0:
-                self._queue()
+                sampled += self._queue()
             has_trained = (
                 self._in_flight is None or self._credit <= _MOST_AHEAD
             ) and train()
             if not has_trained:
-                self._queue()
+                sampled += self._queue()
         except jax.errors.JaxRuntimeError as error:
             reason = (str(error).strip() or "no reason given").splitlines()[0]
             self._fail(
@@ -513,34 +525,41 @@ class Samples:
             time.sleep(_LOOK_SECONDS)  # until a program is compiled
         return not self._is_idle or bool(self._asked)
 
-    def _queue(self) -> None:
-        """Queues a part of prompts or a few tokens, unless one is queued already."""
+    def _queue(self) -> float:
+        """Queues a part of prompts or a few tokens, unless one is queued already.
+
+        Returns:
+            Its seconds so far. A GPU has ended a loop over tokens when it is queued,
+            because the host looks at each of them whether all sequences have ended.
+        """
         if self._in_flight is not None:
-            return
+            return 0.0
         self._admit()
         lanes = [lane for lane in self._lanes.values() if lane.running]
         lanes.sort(key=lambda lane: (not lane.batch.runs_prompts, lane.last_turn))
         if not lanes:
-            return
+            return 0.0
         lane = lanes[0]
         lane.last_turn = next(self._turns)
         lane.batch.decoder = self.published.decoder  # versions may have come since
         # It is ready when all is done that was queued before.
-        mark = self._mark()
+        self._mark().block_until_ready()
+        began = time.perf_counter()
         steps = lane.batch.queue(max(int(_PIECE_SECONDS / lane.step_seconds), 1))
-        self._in_flight = lane, mark, steps
+        seconds = time.perf_counter() - began
+        self._in_flight = lane, steps, seconds
+        return seconds
 
     def _settle(self) -> float:
-        """Takes the results of the piece that is queued; returns its seconds."""
+        """Takes the results of the piece that is queued; returns its other seconds."""
         if self._in_flight is None:
             return 0.0
-        (lane, mark, steps), self._in_flight = self._in_flight, None
-        mark.block_until_ready()
+        (lane, steps, before), self._in_flight = self._in_flight, None
         began = time.perf_counter()
         lane.batch.settle()
         seconds = time.perf_counter() - began
         if steps:
-            lane.step_seconds = max(seconds / steps, 1e-6)
+            lane.step_seconds = max((before + seconds) / steps, 1e-6)
         for asked in {id(asked): asked for asked, _ in lane.running}.values():
             asked.tell()
         for asked, answer in [one for one in lane.running if one[1].finish_reason]:
@@ -597,3 +616,38 @@ def _check(call: SampleCall, config: ModelConfig) -> None:
         if value < least or (most is not None and value > most):
             to = "or more" if most is None else f"to {most}"
             raise ConfigError(f"{name}={value} must be {least} {to}.")
+
+
+def _cache_size(engine: Engine, config: SamplingConfig, published: Published) -> int:
+    """Returns how many tokens the caches hold, and logs the memory of sampling.
+
+    Raises:
+        ConfigError: There is no memory for them beside the session.
+    """
+    least = _LEAST_ROWS * 2 * config.part_tokens
+    empty = functools.partial(
+        published.decoder.programs.empty, _LEAST_ROWS, 2 * config.part_tokens
+    )
+    of_token = num_bytes(jax.eval_shape(empty).cache) / least
+    need = engine.memory_estimate
+    versions, most = published.num_bytes, math.inf
+    if need.available is not None:
+        most = (need.available.num_bytes - need.total_bytes - versions) / of_token
+    wanted = config.cache_tokens
+    if wanted == "auto":
+        # Programs need some of the memory, too.
+        wanted = int(min(_MOST_CACHE, _CACHE_SHARE * most) // least * least)
+    said = (
+        f"{config.versions} versions {format_bytes(versions)}, and caches of {wanted} "
+        f"tokens {format_bytes(wanted * of_token)}"
+    )
+    if not least <= wanted <= most:
+        assert need.available is not None
+        raise ConfigError(
+            f"sampling needs {said}, at least {least} tokens of them, beside the "
+            f"session's {format_bytes(need.total_bytes)}, and there are "
+            f"{format_bytes(need.available.num_bytes)}. Lower cache_tokens or versions "
+            "of sampling, or slots, rank or microbatch_tokens of the session."
+        )
+    logger.info("memory of sampling: %s", said)
+    return wanted

@@ -14,7 +14,9 @@ from typing import Any
 from jaxlora.scheduler.types import Limits, Microbatch, Sample, in_order
 
 # Rows that a further microbatch costs beside its own, as a share of the largest one.
-_LAUNCH = 1 / 32
+_LAUNCH = 1 / 16
+# What it takes to bring an owner to the device, likewise.
+_MOVE = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,13 +232,15 @@ class _Filling:
         queue = self._queue
         time = queue._times[batch.tenant]
         if time > least + queue._quantum:
-            return (4, False, time, batch.came)
+            return (4, time, batch.came)
         fits = self._fits(batch, batch.num_tokens, len(batch.samples))
         if batch.has_begun and fits:
-            return (0, False, batch.num_tokens, batch.came)
+            return (0, batch.num_tokens, batch.came)
         if queue.num_rows - batch.came > self._max_wait:
-            return (1, False, batch.came, time)
-        return (2 if fits else 3, not batch.is_near, time, batch.came)
+            return (1, batch.came, time)
+        if not batch.is_near:
+            time += _MOVE * queue._sizes[-1]
+        return (2 if fits else 3, time, batch.came)
 
     def _added(self, owner: int, tokens: int) -> int:
         """Returns the rows that further tokens of an owner would add."""

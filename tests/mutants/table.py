@@ -25,6 +25,7 @@ def _mutant(wrong: str, old: str, new: str, *tests: str) -> Mutant:
 
 
 _TRAIN, _SCHEDULER = "tests/jaxlora/train", "tests/scheduler"
+_JOBS_OVER_HTTP = "tests/jaxlora/serve/jobs"
 
 _ORDER_AND_RESUME = (
     _mutant(
@@ -767,6 +768,28 @@ _CALLS = (
     ),
 )
 
+_JOBS_OF_SERVERS = (
+    _mutant(
+        "a job counts operations that are not done",
+        "seq, self._seq = self._seq, own.next_seq\n",
+        "seq = self._seq\n",
+        f"{_JOBS_OVER_HTTP}/test_requests.py::test_jobs_go_on_after_crashes",
+    ),
+    _mutant(
+        "losses of several positions go uphill",
+        "return [gradient[place] for place in self._places]",
+        "return [-gradient[place] for place in self._places]",
+        f"{_JOBS_OVER_HTTP}/test_jobs.py",
+    ),
+    _mutant(
+        "a tenant's job may name any file",
+        "if name in self.shared:\n            return self.shared[name]",
+        "if name in self.shared or pathlib.Path(name).exists():\n"
+        "            return self.shared.get(name, name)",
+        f"{_JOBS_OVER_HTTP}/test_requests.py::test_what_a_job_cannot_have",
+    ),
+)
+
 _SAMPLES = (
     _mutant(
         "a sequence reads what the one before has left in its row",
@@ -800,4 +823,5 @@ MUTANTS = (
     *_PLANS,
     *_CALLS,
     *_SAMPLES,
+    *_JOBS_OF_SERVERS,
 )

@@ -199,6 +199,29 @@ def test_adapters_in_slots_go_first_among_equals():
     assert owners[0] == "b" and owners.count("a") == 3
 
 
+def test_adapters_that_are_in_no_slot_wait_no_longer():
+    """A round takes 11 microbatches, and nobody waits for much more."""
+    number, num_slots = 32, 8
+    queue, rng = FairQueue(LIMITS, SIZES), np.random.default_rng(0)
+    clients = [Client(i, log_normal(rng)) for i in range(number)]
+    here = list(range(num_slots))  # the one that was used least recently is first
+    for client in clients:
+        client.send(queue)
+    for _ in range(2 * number):
+        for client in clients:
+            near = client.tenant in here
+            client.left = dataclasses.replace(client.left, is_near=near)
+        turn = queue.next([client.left for client in clients])
+        for owner in dict.fromkeys(s.owner for s in turn.microbatch):
+            here = [*(one for one in here if one != owner), owner][-num_slots:]
+            own = [s for s in turn.microbatch if s.owner == owner]
+            clients[owner].receive(queue, own)
+            if clients[owner].left is None:
+                clients[owner].send(queue)
+    longest = max(wait for client in clients for wait in client.waits)
+    assert longest <= 18 * LIMITS.capacity
+
+
 @pytest.mark.parametrize(
     ("lengths", "rows"),
     [([512], 512), ([400, 90], 512), ([2800 // 8] * 8, 2048), ([2048], 2048)],

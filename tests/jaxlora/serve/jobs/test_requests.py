@@ -261,4 +261,7 @@ def test_jobs_go_on_after_crashes(serve_in, rows, tmp_path_factory):
                 assert found == pytest.approx(values, rel=1e-4)
             paused = client.wait("two", lambda job: job["status"] == "paused")
             client.ok("POST", "jobs/two/stop")
-            assert client.wait("two")["step"] == paused["step"]
+            ended = client.wait("two")
+            assert (ended["status"], ended["step"]) == ("stopped", paused["step"])
+            steps = [line["step"] for line in client.metrics("two")]
+            assert steps == [*range(1, paused["step"] + 1)]
