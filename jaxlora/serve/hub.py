@@ -24,7 +24,6 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
-from typing import Any
 
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
@@ -627,7 +626,7 @@ class Hub:
                 self._engine.check_fits(model.id, adapter)
                 self._close(model)
                 model.adapter = self._engine.open(
-                    model.id, adapter, **self._owner(model)
+                    model.id, adapter, tenant=model.tenant
                 )
                 model.is_unloaded = False
             case Load() as load:
@@ -650,12 +649,6 @@ class Hub:
                 return
         self._finish(promise, Done())
 
-    def _owner(self, model: Model) -> dict[str, Any]:
-        """Returns what the engine is told about the tenant of a model."""
-        quota = None if self._limits is None else self._limits.quota(model.tenant)
-        weight = 1.0 if quota is None else quota.weight
-        return {"tenant": model.tenant, "weight": weight}
-
     def _opened(self, model: Model) -> OpenAdapter:
         """Returns the adapter of a model; opens its snapshot if a restart came before.
 
@@ -664,10 +657,11 @@ class Hub:
             CannotReplay: The snapshot cannot be opened.
         """
         if model.adapter is None and model.snapshot is not None:
-            given = self._owner(model)
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(self._engine, model.id, path, **given)
+                model.adapter = open_saved(
+                    *(self._engine, model.id, path), tenant=model.tenant
+                )
             except DeviceError:
                 raise
             except JaxloraError as error:
@@ -923,7 +917,7 @@ class Hub:
             f"{model.id} as loaded",
             path,
             with_optimizer=load.with_optimizer,
-            **self._owner(model),
+            tenant=model.tenant,
         )
         self._close(model)
         self._engine.rename(one, model.id)
