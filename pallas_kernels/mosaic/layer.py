@@ -54,6 +54,7 @@ from jaxlora.pallas_kernels.projection import RANK_STEP, KernelSettings, Project
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import row_scale
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
+from jaxlora.pallas_kernels.triton.target import Target
 
 # expand keeps the stages of all ranks of a tile filled.
 assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
@@ -92,8 +93,7 @@ def forward(
         a = [_swap_last_axes(a) for a in given.a]
         settings = given.settings
         if given.blocks.shared is not None:
-            each = zip(settings, projections, strict=True)
-            settings = [_marked(one, p.b) for one, p in each]
+            settings = _all_marked(settings, projections)
         s = shrink(x, a, settings, given.blocks, _masks(given))
     y = []
     for i, p in enumerate(projections):
@@ -104,6 +104,37 @@ def forward(
         work = expand_work([term], layer, blocks, p.bias, transposed=transposed)
         y.append(run_expand(work))
     return y, s
+
+
+def gather_beside(
+    x: Float[Array, "T K"],
+    projections: Sequence[Projection],
+    plan: RowPlan,
+    *,
+    is_gradient: bool,
+    target: Target,
+) -> tuple[Array, list[Array]]:
+    """Copies tokens to rows of experts with the side products of linears.
+
+    Mosaic's copies are of consecutive rows, so this kernel is one of Triton's. See
+    `Backend.gather`.
+    """
+    from jaxlora.pallas_kernels.triton.gather import gather  # an optional package
+
+    given = make_operands(x, projections, plan)
+    tables, settings = given.a, given.settings
+    if is_gradient:
+        tables = list(map(_swap_last_axes, given.b))
+    elif given.blocks.shared is not None:
+        settings = _all_marked(settings, projections)
+    return gather(x, tables, settings, plan, given.blocks, target=target)
+
+
+def _all_marked(
+    settings: Sequence[KernelSettings], projections: Sequence[Projection]
+) -> list[KernelSettings]:
+    each = zip(settings, projections, strict=True)
+    return [_marked(one, p.b) for one, p in each]
 
 
 def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:

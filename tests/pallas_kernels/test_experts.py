@@ -1,5 +1,6 @@
 """Linears of experts: rows, products and gradients beside loops in float64."""
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -25,14 +26,17 @@ from jaxlora.pallas_kernels import (
     combine_rows,
     dropout_keys,
     expert_gate,
+    expert_input,
     expert_linears,
     expert_output,
     gather_rows,
     route_rows,
 )
 from jaxlora.pallas_kernels.experts import of_rows
+from jaxlora.pallas_kernels.triton import target as triton
 from tests.oracle import relative_error
-from tests.pallas_kernels.fused import back_ends, mosaic_kernels
+from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels.fused import ON_GPU, back_ends, mosaic_kernels
 
 BACK_ENDS = back_ends()
 RATES = 0.0, 0.4
@@ -145,11 +149,17 @@ def both_ways(x, weights, projections, dy, expert_ids, block_adapter, sizes, opt
     plan = route_rows(expert_ids, block_adapter, *sizes, block_rows=block_rows)
 
     def run(x, weights, projections):
-        rows, given = gather_rows(x, plan), dict(options)
+        given = dict(options)
+        kernels = {"implementation": given.get("implementation", "xla")}
+        rows, s = expert_input(x, projections, plan, **kernels)
         if not given.pop("combined", False):
+            given["s"] = s
             outputs = expert_linears(rows, projections, plan, **given)
             return [combine_rows(y, weights, plan) for y in outputs]
-        return [expert_output(rows, p, weights, plan, **given) for p in projections]
+        return [
+            expert_output(rows, p, weights, plan, s=s and s[i], **given)
+            for i, p in enumerate(projections)
+        ]
 
     y, back = jax.vjp(run, x, weights, projections)
     return y, *back(list(dy))
@@ -311,14 +321,26 @@ def test_kernels_have_the_contracts_and_the_values_of_the_definition(name):
     assert_same_bits(own(problem, beside_nan), own(problem, got))
 
 
-def test_adapters_that_share_blocks_keep_their_values_and_bits():
+@contextlib.contextmanager
+def gathering_kernels():
+    """Mosaic kernels, with s of Triton's copies of rows."""
+    on_cpu = triton.interpreted(triton_interpreter.run)
+    with mosaic_kernels(), contextlib.nullcontext() if ON_GPU else on_cpu:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "kernels"),
+    [(16, mosaic_kernels), (16, gathering_kernels), (64, gathering_kernels)],
+)
+def test_adapters_that_share_experts_keep_their_values_and_bits(block_rows, kernels):
     """Some experts have two adapters in a block of 64, and NaN stays with its owner."""
     sizes = {"num_experts": 3, "unused": (1,), "k": 1, "bias": True}
-    problem = experts((0, 1, -1, 1, 0), **sizes, dtype=jnp.bfloat16)
+    problem = experts((0, 1, -1, 1, 0), **sizes, dtype=jnp.float16)
     wanted = results(problem, combined=True)
-    options = {"implementation": "mosaic", "combined": True, "block_rows": 16}
+    options = {"implementation": "mosaic", "combined": True, "block_rows": block_rows}
     alone = np.where(problem.block_adapter == 0, 0, -1)
-    with mosaic_kernels():
+    with kernels():
         got = results(problem, **options)
         beside_nan = results(with_nan(problem), **options)
         alone = results(dataclasses.replace(problem, block_adapter=alone), **options)
