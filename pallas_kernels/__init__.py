@@ -14,7 +14,9 @@ from jaxlora.pallas_kernels.experts import (
     expert_gate,
     expert_input,
     expert_linears,
+    expert_mlp,
     expert_output,
+    unsupported_expert_mlp,
 )
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import (
@@ -90,6 +92,7 @@ __all__ = [
     "expert_gate",
     "expert_input",
     "expert_linears",
+    "expert_mlp",
     "expert_output",
     "frozen_linear",
     "gather_rows",
@@ -110,6 +113,7 @@ __all__ = [
     "start_workers",
     "trace_program",
     "unpack_mask",
+    "unsupported_expert_mlp",
     "unsupported_norm_gradient",
     "unsupported_producer",
 ]

@@ -103,12 +103,16 @@ class Backend:
         unsupported_producer: Returns why `produce` cannot compute such a function here,
             as a clause without a full stop; None if it can. It has the arguments of
             `produce` but for block_adapter, and arrays may be shapes.
-        gather: Computes `gather_rows` with side products of the rows, as `gather(x,
-            projections, plan, is_gradient=)`; see `produce`. With `is_gradient`, x is
-            the gradient of the combined rows of one projection. None: it has no such
-            kernel.
-        unsupported_gather: Returns why `gather` cannot serve some projections here, as
-            such a clause; None if it can.
+        gather: Computes the rows of `gather_rows` and side products of linears of
+            experts, as `gather(x, projections, plan, is_gradient=)`; see `produce`.
+            None: it has no such kernel.
+        gate: Computes SwiGLU of two such linears, [S, F], and s of the one that takes
+            it, as `gate(y, projection, plan)`.
+        gate_gradient: Computes the gradients of y where h is `weights * gate(y)`, ds of
+            their linears, and the gradients of the weights, [S], as
+            `gate_gradient(y, dh, weights, projections, plan)`.
+        unsupported_gather: Returns why these three cannot serve some linears here, as
+            such a clause; None if they can. With `is_gradient`, there is ds only.
         norm_gradient: Computes the gradient of a norm and adds the one that its input
             has already, as `norm_gradient(h, scale, dx, dh, eps=, offset=)`; see
             producers.py. None: XLA computes it.
@@ -133,6 +137,8 @@ class Backend:
     produce: Callable[..., tuple[list[jax.Array], list[jax.Array]]] | None = None
     unsupported_producer: Callable[..., str | None] = _nowhere
     gather: Callable[..., tuple[jax.Array, list[jax.Array]]] | None = None
+    gate: Callable[..., tuple[jax.Array, jax.Array]] = _nowhere
+    gate_gradient: Callable[..., tuple[list, list, jax.Array]] = _nowhere
     unsupported_gather: Callable[..., str | None] = _nowhere
     norm_gradient: Callable[..., jax.Array] | None = None
     unsupported_norm_gradient: Callable[..., str | None] = _nowhere
@@ -175,6 +181,11 @@ def _when_traced(module: str, name: str, **given: Callable[[], Any]) -> Callable
     return call
 
 
+def _expert_rows(*names: str) -> dict[str, Callable]:
+    target = {"target": triton.present_target}
+    return {name: _when_traced("triton.expert_rows", name, **target) for name in names}
+
+
 def _table(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}
 
@@ -189,9 +200,8 @@ BACKENDS: dict[str, Backend] = _table(
         unsupported=mosaic.unsupported,
         produce=_when_traced("mosaic.layer", "produce_beside"),
         unsupported_producer=mosaic.unsupported_producer,
-        gather=_when_traced(
-            "mosaic.layer", "gather_beside", target=triton.present_target
-        ),
+        # Mosaic copies consecutive rows only.
+        **_expert_rows("gather", "gate", "gate_gradient"),
         unsupported_gather=mosaic.unsupported_gather,
         norm_gradient=_when_traced("mosaic.norm_gradient", "norm_gradient"),
         unsupported_norm_gradient=mosaic.unsupported_norm_gradient,

@@ -16,7 +16,6 @@ References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,15 +45,15 @@ from jaxlora.pallas_kernels.operands import (
     Operands,
     Term,
     make_operands,
+    marked,
     padded_rank,
     weigh,
 )
 from jaxlora.pallas_kernels.parts import Parts
-from jaxlora.pallas_kernels.projection import RANK_STEP, KernelSettings, Projection
+from jaxlora.pallas_kernels.projection import RANK_STEP, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import row_scale
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
-from jaxlora.pallas_kernels.triton.target import Target
 
 # expand keeps the stages of all ranks of a tile filled.
 assert RANK_STEP == STEP and MAX_RANK == 4 * STEP
@@ -93,7 +92,7 @@ def forward(
         a = [_swap_last_axes(a) for a in given.a]
         settings = given.settings
         if given.blocks.shared is not None:
-            settings = _all_marked(settings, projections)
+            settings = marked(settings, projections)
         s = shrink(x, a, settings, given.blocks, _masks(given))
     y = []
     for i, p in enumerate(projections):
@@ -106,37 +105,6 @@ def forward(
     return y, s
 
 
-def gather_beside(
-    x: Float[Array, "T K"],
-    projections: Sequence[Projection],
-    plan: RowPlan,
-    *,
-    is_gradient: bool,
-    target: Target,
-) -> tuple[Array, list[Array]]:
-    """Copies tokens to rows of experts with the side products of linears.
-
-    Mosaic's copies are of consecutive rows, so this kernel is one of Triton's. See
-    `Backend.gather`.
-    """
-    from jaxlora.pallas_kernels.triton.gather import gather  # an optional package
-
-    given = make_operands(x, projections, plan)
-    tables, settings = given.a, given.settings
-    if is_gradient:
-        tables = list(map(_swap_last_axes, given.b))
-    elif given.blocks.shared is not None:
-        settings = _all_marked(settings, projections)
-    return gather(x, tables, settings, plan, given.blocks, target=target)
-
-
-def _all_marked(
-    settings: Sequence[KernelSettings], projections: Sequence[Projection]
-) -> list[KernelSettings]:
-    each = zip(settings, projections, strict=True)
-    return [_marked(one, p.b) for one, p in each]
-
-
 def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
     """Replaces values that are not finite by zeros.
 
@@ -144,15 +112,6 @@ def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
     rows do not depend on them: s or its gradient is NaN there.
     """
     return jnp.where(jnp.isfinite(table), table, 0)
-
-
-def _marked(settings: KernelSettings, b: Float[Array, "G R N"]) -> KernelSettings:
-    """Makes s NaN in slots whose B is not finite, which expand does not see."""
-    assert settings.factor is not None and settings.index is not None
-    is_finite = jnp.isfinite(b).all((1, 2))
-    factor = jnp.where(is_finite, settings.factor[settings.index[0]], jnp.nan)
-    own = settings.only("factor")
-    return dataclasses.replace(own, factor=factor[None], index=jnp.zeros(1, jnp.int32))
 
 
 def _bad_blocks(rows: Sequence[Float[Array, "T R"]]) -> Bool[Array, " NB"]:
