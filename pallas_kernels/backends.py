@@ -69,6 +69,28 @@ def _nowhere(*_: Any, **__: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertRowKernels:
+    """Kernels that make rows of experts, with side products of linears of these.
+
+    Attributes:
+        gather: Computes the rows of `gather_rows`, and s, or with `is_gradient` ds, as
+            `gather(x, projections, plan, is_gradient=)`.
+        gate: Computes SwiGLU of two linears, [S, F], and s of the one that takes it, as
+            `gate(y, projection, plan)`.
+        gate_gradient: Computes the gradients of y where h is `weights * gate(y)`, ds of
+            their linears, and the gradients of the weights, [S], as
+            `gate_gradient(y, dh, weights, projections, plan)`.
+        unsupported: Returns why they cannot serve some linears here, as a clause
+            without a full stop; None if they can. With `is_gradient`, there is ds only.
+    """
+
+    gather: Callable[..., tuple[jax.Array, list[jax.Array]]]
+    gate: Callable[..., tuple[jax.Array, jax.Array]]
+    gate_gradient: Callable[..., tuple[list[jax.Array], list[jax.Array], jax.Array]]
+    unsupported: Callable[..., str | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """One implementation of `multi_lora_linears`.
 
@@ -103,16 +125,7 @@ class Backend:
         unsupported_producer: Returns why `produce` cannot compute such a function here,
             as a clause without a full stop; None if it can. It has the arguments of
             `produce` but for block_adapter, and arrays may be shapes.
-        gather: Computes the rows of `gather_rows` and side products of linears of
-            experts, as `gather(x, projections, plan, is_gradient=)`; see `produce`.
-            None: it has no such kernel.
-        gate: Computes SwiGLU of two such linears, [S, F], and s of the one that takes
-            it, as `gate(y, projection, plan)`.
-        gate_gradient: Computes the gradients of y where h is `weights * gate(y)`, ds of
-            their linears, and the gradients of the weights, [S], as
-            `gate_gradient(y, dh, weights, projections, plan)`.
-        unsupported_gather: Returns why these three cannot serve some linears here, as
-            such a clause; None if they can. With `is_gradient`, there is ds only.
+        expert_rows: Kernels that make rows of experts. None: it has none.
         norm_gradient: Computes the gradient of a norm and adds the one that its input
             has already, as `norm_gradient(h, scale, dx, dh, eps=, offset=)`; see
             producers.py. None: XLA computes it.
@@ -136,10 +149,7 @@ class Backend:
     traced_as: str | None = None
     produce: Callable[..., tuple[list[jax.Array], list[jax.Array]]] | None = None
     unsupported_producer: Callable[..., str | None] = _nowhere
-    gather: Callable[..., tuple[jax.Array, list[jax.Array]]] | None = None
-    gate: Callable[..., tuple[jax.Array, jax.Array]] = _nowhere
-    gate_gradient: Callable[..., tuple[list, list, jax.Array]] = _nowhere
-    unsupported_gather: Callable[..., str | None] = _nowhere
+    expert_rows: ExpertRowKernels | None = None
     norm_gradient: Callable[..., jax.Array] | None = None
     unsupported_norm_gradient: Callable[..., str | None] = _nowhere
     slow_device: Callable[[], str | None] = _nowhere
@@ -181,9 +191,16 @@ def _when_traced(module: str, name: str, **given: Callable[[], Any]) -> Callable
     return call
 
 
-def _expert_rows(*names: str) -> dict[str, Callable]:
-    target = {"target": triton.present_target}
-    return {name: _when_traced("triton.expert_rows", name, **target) for name in names}
+def _expert_rows(name: str) -> Callable:
+    return _when_traced("triton.expert_rows", name, target=triton.present_target)
+
+
+_EXPERT_ROWS = ExpertRowKernels(
+    gather=_expert_rows("gather"),
+    gate=_expert_rows("gate"),
+    gate_gradient=_expert_rows("gate_gradient"),
+    unsupported=triton.unsupported_side_products,
+)
 
 
 def _table(*backends: Backend) -> dict[str, Backend]:
@@ -200,9 +217,7 @@ BACKENDS: dict[str, Backend] = _table(
         unsupported=mosaic.unsupported,
         produce=_when_traced("mosaic.layer", "produce_beside"),
         unsupported_producer=mosaic.unsupported_producer,
-        # Mosaic copies consecutive rows only.
-        **_expert_rows("gather", "gate", "gate_gradient"),
-        unsupported_gather=mosaic.unsupported_gather,
+        expert_rows=_EXPERT_ROWS,  # Mosaic copies consecutive rows only
         norm_gradient=_when_traced("mosaic.norm_gradient", "norm_gradient"),
         unsupported_norm_gradient=mosaic.unsupported_norm_gradient,
         stores_masks=False,

@@ -145,10 +145,9 @@ def expert_input(
 
 
 def _cannot_gather(backend: Backend, projections, *, is_gradient: bool) -> bool:
-    if backend.gather is None:
+    if (kernels := backend.expert_rows) is None:
         return True
-    reason = backend.unsupported_gather(projections, is_gradient=is_gradient)
-    return reason is not None
+    return kernels.unsupported(projections, is_gradient=is_gradient) is not None
 
 
 @functools.cache
@@ -172,10 +171,10 @@ def _input_with_gradient(passes: Passes):
 
 def _gather(passes: Passes, x, projections, plan: RowPlan, *, is_gradient: bool):
     """Gathers rows with s or ds of linears."""
-    gather = passes.backend.gather
-    assert gather is not None
+    kernels = passes.backend.expert_rows
+    assert kernels is not None
     with own_settings(passes.precision):
-        results = gather(x, projections, plan, is_gradient=is_gradient)
+        results = kernels.gather(x, projections, plan, is_gradient=is_gradient)
     return vary(results, varying_axes((x, plan)))
 
 
@@ -311,19 +310,20 @@ def unsupported_expert_mlp(
 ) -> str | None:
     """Returns why a back end cannot run `expert_mlp`, or None if it can."""
     backend = get_backend(implementation)
-    if backend.gather is None:
+    if (kernels := backend.expert_rows) is None:
         return f"{implementation} has no such kernels"
     if len({p.weight_format for p in projections}) > 1:
         return "gate and up differ in format"
     some = projections, [last]
-    reasons = (backend.unsupported_gather(p, is_gradient=False) for p in some)
+    reasons = (kernels.unsupported(p, is_gradient=False) for p in some)
     return next(filter(None, reasons), None)
 
 
 @functools.cache
 def _mlp_with_gradient(passes: Passes):
     """Makes the op of a whole MLP of experts."""
-    backend = passes.backend
+    kernels = passes.backend.expert_rows
+    assert kernels is not None
 
     @jax.custom_vjp
     def op(x, projections, last, weights, plan):
@@ -333,7 +333,7 @@ def _mlp_with_gradient(passes: Passes):
         rows, s = _gather(passes, x, projections, plan, is_gradient=False)
         y, kept = passes.forward(rows, projections, plan.expert, plan, s, False)
         with own_settings(passes.precision):
-            h, s = backend.gate(y, last[0], plan)
+            h, s = kernels.gate(y, last[0], plan)
         h, s = vary((h, s), varying_axes((x, plan)))
         (out,), after = passes.forward(h, last, plan.expert, plan, [s], False)
         return combine_rows(out, weights, plan), (kept, y, after, weights)
@@ -343,7 +343,7 @@ def _mlp_with_gradient(passes: Passes):
         (_, projections, _, _, plan), (_, (last,), *_) = kept, after
         dh, of_last, of_row = _gradients_of_last(passes, after, weights, dy, False)
         with own_settings(passes.precision):
-            of_y = backend.gate_gradient(y, dh, of_row, projections, plan)
+            of_y = kernels.gate_gradient(y, dh, of_row, projections, plan)
         given, ds, dots = vary(of_y, varying_axes((dy, plan)))
         drows, of_first = passes.backward(False, kept, given, ds)
         dweights = rows_at(dots, plan.row)

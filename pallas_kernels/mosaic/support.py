@@ -17,13 +17,11 @@ from jaxlora.pallas_kernels.operands import (
 from jaxlora.pallas_kernels.projection import RANK_STEP, LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
-from jaxlora.pallas_kernels.triton import target as triton
 
 # In a norm's gradient, a warpgroup has at least one feature per thread, and holds three
 # rows in registers, which spill with twice as many.
 _LEAST_FEATURES, _MOST_FEATURES = 128, 8192
 _MIN_PRODUCER_STAGES = 2
-_MOST_GATHER_TABLES = 2
 
 
 def unsupported(shape: LinearShape) -> str | None:
@@ -68,20 +66,6 @@ def unsupported_producer(
     rank = padded_rank(max(p.a.shape[2] for p in projections))
     ring = producer_ring(function, arguments, len(projections), rank, mask)
     if ring.num_stages < _MIN_PRODUCER_STAGES:
-        return f"{len(projections)} side products of rank {rank} leave no room"
-    return None
-
-
-def unsupported_gather(
-    projections: Sequence[Projection], *, is_gradient: bool
-) -> str | None:
-    """See `Backend.unsupported_gather`."""
-    if (reason := triton.unsupported_device()) is not None:
-        return reason
-    if not is_gradient and any(p.dropout is not None for p in projections):
-        return "its kernel that copies rows has no masks"
-    rank = padded_rank(max(p.a.shape[2] for p in projections))
-    if len(projections) > _MOST_GATHER_TABLES or rank > RANK_STEP:
         return f"{len(projections)} side products of rank {rank} leave no room"
     return None
 

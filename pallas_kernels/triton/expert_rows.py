@@ -24,7 +24,7 @@ from jaxlora.pallas_kernels.operands import Blocks, make_operands, marked
 from jaxlora.pallas_kernels.projection import KernelSettings, Projection
 from jaxlora.pallas_kernels.triton.arguments import settings_arguments
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
-from jaxlora.pallas_kernels.triton.target import Target
+from jaxlora.pallas_kernels.triton.target import MOST_SIDE_PRODUCTS, Target
 
 TILES = {
     "gather": Tile(sizes={"BM": 64, "BK": 64}, num_warps=4, num_stages=4),
@@ -107,7 +107,8 @@ def _run(kernel, inputs, num_results: int, side: _Side, plan, target, **sizes: i
         entries = [shared.slot, shared.block, shared.rows]
     rows = jax.ShapeDtypeStruct((plan.num_rows, k), inputs[0].dtype)
     s = jax.ShapeDtypeStruct((plan.num_rows, r), inputs[0].dtype)
-    unused = [jax.ShapeDtypeStruct((8,), inputs[0].dtype)] * (2 - len(tables))
+    num_unused = MOST_SIDE_PRODUCTS - len(tables)
+    unused = [jax.ShapeDtypeStruct((8,), inputs[0].dtype)] * num_unused
     sums = [jax.ShapeDtypeStruct((plan.num_rows,), jnp.float32)]
     results = launch(
         kernel,
@@ -138,7 +139,11 @@ def _run(kernel, inputs, num_results: int, side: _Side, plan, target, **sizes: i
         },
     )
     after = num_results + len(tables)
-    return results[:num_results], results[num_results:after], results[num_results + 2 :]
+    return (
+        results[:num_results],
+        results[num_results:after],
+        results[after + num_unused :],
+    )
 
 
 # ---- kernels -------------------------------------------------------------------------

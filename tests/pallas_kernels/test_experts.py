@@ -530,7 +530,9 @@ def test_kernels_that_make_rows_compute_side_products(block_rows):
         assert relative_error(one, other) < 4e-3
     own = problem.adapter == 0
     np.testing.assert_array_equal(beside_nan[0][own], got[0][own])
-    for one, other in zip(*(jax.tree.leaves(r[1][2]) for r in (beside_nan, got))):
+    for one, other in zip(
+        *(jax.tree.leaves(r[1][2]) for r in (beside_nan, got)), strict=True
+    ):
         np.testing.assert_array_equal(one[::2], other[::2])
 
 

@@ -210,7 +210,7 @@ def layer(given: Operands) -> Any:
     def forward(x, weights, tables):
         *up, down = _with(given.linears, tables)
         plan, kernels = given.plan, {"implementation": "mosaic"}
-        if unsupported_expert_mlp(up, down, "mosaic") is None:
+        if unsupported_expert_mlp(up, down, **kernels) is None:
             return expert_mlp(x, up, down, weights, plan, **kernels)
         rows, s = expert_input(x, up, plan, **kernels)
         h = swiglu(*expert_linears(rows, up, plan, s=s, **kernels))
