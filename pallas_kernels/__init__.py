@@ -14,9 +14,7 @@ from jaxlora.pallas_kernels.experts import (
     expert_gate,
     expert_input,
     expert_linears,
-    expert_mlp,
     expert_output,
-    unsupported_expert_mlp,
 )
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import (
@@ -92,7 +90,6 @@ __all__ = [
     "expert_gate",
     "expert_input",
     "expert_linears",
-    "expert_mlp",
     "expert_output",
     "frozen_linear",
     "gather_rows",
@@ -113,7 +110,6 @@ __all__ = [
     "start_workers",
     "trace_program",
     "unpack_mask",
-    "unsupported_expert_mlp",
     "unsupported_norm_gradient",
     "unsupported_producer",
 ]

@@ -69,28 +69,6 @@ def _nowhere(*_: Any, **__: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertRowKernels:
-    """Kernels that make rows of experts, with side products of linears of these.
-
-    Attributes:
-        gather: Computes the rows of `gather_rows`, and s, or with `is_gradient` ds, as
-            `gather(x, projections, plan, is_gradient=)`.
-        gate: Computes SwiGLU of two linears, [S, F], and s of the one that takes it, as
-            `gate(y, projection, plan)`.
-        gate_gradient: Computes the gradients of y where h is `weights * gate(y)`, ds of
-            their linears, and the gradients of the weights, [S], as
-            `gate_gradient(y, dh, weights, projections, plan)`.
-        unsupported: Returns why they cannot serve some linears here, as a clause
-            without a full stop; None if they can. With `is_gradient`, there is ds only.
-    """
-
-    gather: Callable[..., tuple[jax.Array, list[jax.Array]]]
-    gate: Callable[..., tuple[jax.Array, jax.Array]]
-    gate_gradient: Callable[..., tuple[list[jax.Array], list[jax.Array], jax.Array]]
-    unsupported: Callable[..., str | None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """One implementation of `multi_lora_linears`.
 
@@ -125,7 +103,12 @@ class Backend:
         unsupported_producer: Returns why `produce` cannot compute such a function here,
             as a clause without a full stop; None if it can. It has the arguments of
             `produce` but for block_adapter, and arrays may be shapes.
-        expert_rows: Kernels that make rows of experts. None: it has none.
+        gather: Computes the rows of `gather_rows`, [S, K], and s of the linears of
+            experts that take them, as `gather(x, projections, plan, is_gradient=)`.
+            With `is_gradient`, x is the gradient of the linears' combined rows, and s
+            is ds. None: it has no such kernel.
+        unsupported_gather: Returns why `gather` cannot serve some linears here, as such
+            a clause; None if it can.
         norm_gradient: Computes the gradient of a norm and adds the one that its input
             has already, as `norm_gradient(h, scale, dx, dh, eps=, offset=)`; see
             producers.py. None: XLA computes it.
@@ -149,7 +132,8 @@ class Backend:
     traced_as: str | None = None
     produce: Callable[..., tuple[list[jax.Array], list[jax.Array]]] | None = None
     unsupported_producer: Callable[..., str | None] = _nowhere
-    expert_rows: ExpertRowKernels | None = None
+    gather: Callable[..., tuple[jax.Array, list[jax.Array]]] | None = None
+    unsupported_gather: Callable[..., str | None] = _nowhere
     norm_gradient: Callable[..., jax.Array] | None = None
     unsupported_norm_gradient: Callable[..., str | None] = _nowhere
     slow_device: Callable[[], str | None] = _nowhere
@@ -191,18 +175,6 @@ def _when_traced(module: str, name: str, **given: Callable[[], Any]) -> Callable
     return call
 
 
-def _expert_rows(name: str) -> Callable:
-    return _when_traced("triton.expert_rows", name, target=triton.present_target)
-
-
-_EXPERT_ROWS = ExpertRowKernels(
-    gather=_expert_rows("gather"),
-    gate=_expert_rows("gate"),
-    gate_gradient=_expert_rows("gate_gradient"),
-    unsupported=triton.unsupported_side_products,
-)
-
-
 def _table(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}
 
@@ -217,7 +189,9 @@ BACKENDS: dict[str, Backend] = _table(
         unsupported=mosaic.unsupported,
         produce=_when_traced("mosaic.layer", "produce_beside"),
         unsupported_producer=mosaic.unsupported_producer,
-        expert_rows=_EXPERT_ROWS,  # Mosaic copies consecutive rows only
+        # Mosaic copies consecutive rows only.
+        gather=_when_traced("triton.gather", "gather", target=triton.present_target),
+        unsupported_gather=triton.unsupported_gather,
         norm_gradient=_when_traced("mosaic.norm_gradient", "norm_gradient"),
         unsupported_norm_gradient=mosaic.unsupported_norm_gradient,
         stores_masks=False,

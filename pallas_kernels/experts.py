@@ -145,9 +145,10 @@ def expert_input(
 
 
 def _cannot_gather(backend: Backend, projections, *, is_gradient: bool) -> bool:
-    if (kernels := backend.expert_rows) is None:
+    if backend.gather is None:
         return True
-    return kernels.unsupported(projections, is_gradient=is_gradient) is not None
+    reason = backend.unsupported_gather(projections, is_gradient=is_gradient)
+    return reason is not None
 
 
 @functools.cache
@@ -171,10 +172,10 @@ def _input_with_gradient(passes: Passes):
 
 def _gather(passes: Passes, x, projections, plan: RowPlan, *, is_gradient: bool):
     """Gathers rows with s or ds of linears."""
-    kernels = passes.backend.expert_rows
-    assert kernels is not None
+    gather = passes.backend.gather
+    assert gather is not None
     with own_settings(passes.precision):
-        results = kernels.gather(x, projections, plan, is_gradient=is_gradient)
+        results = gather(x, projections, plan, is_gradient=is_gradient)
     return vary(results, varying_axes((x, plan)))
 
 
@@ -266,108 +267,6 @@ def expert_output(
     return _output_with_gradient(passes_of(backend, ()))(*arrays, w_transposed)
 
 
-@typing.no_type_check  # `checks.py` has better messages
-def expert_mlp(
-    x: Float[Array, "T D"],
-    projections: Sequence[Projection],
-    last: Projection,
-    weights: Float[Array, "T k"],
-    plan: RowPlan,
-    *,
-    implementation: str,
-) -> Float[Array, "T D"]:
-    """`expert_output` of SwiGLU of gate and up, of the rows of tokens.
-
-    The kernels that make rows also compute s and ds of the linears that take them.
-
-    Args:
-        x: Token rows.
-        projections: The linears gate and up; see `expert_linears`.
-        last: The linear behind them.
-        weights: Weight of each token's copy for its j-th expert.
-        plan: Where the rows are.
-        implementation: Name of a kernel back end for which `unsupported_expert_mlp`
-            returns None.
-
-    Raises:
-        ValueError: As for `expert_linears`.
-    """
-    backend = get_backend(implementation)
-    assert unsupported_expert_mlp(projections, last, implementation) is None
-    made = []
-    for given in (projections, [last]):
-        features = given[0].a.shape[1]
-        rows = jax.ShapeDtypeStruct((plan.num_rows, features), x.dtype)
-        check_experts(backend, rows, given, plan)
-        made.append(tuple(_by_slot(p, plan, features) for p in given))
-    arrays = x, *made, weights, plan
-    arrays = vary(arrays, varying_axes(arrays))
-    return _mlp_with_gradient(passes_of(backend, ()))(*arrays)
-
-
-def unsupported_expert_mlp(
-    projections: Sequence[Projection], last: Projection, implementation: str
-) -> str | None:
-    """Returns why a back end cannot run `expert_mlp`, or None if it can."""
-    backend = get_backend(implementation)
-    if (kernels := backend.expert_rows) is None:
-        return f"{implementation} has no such kernels"
-    if len({p.weight_format for p in projections}) > 1:
-        return "gate and up differ in format"
-    some = projections, [last]
-    reasons = (kernels.unsupported(p, is_gradient=False) for p in some)
-    return next(filter(None, reasons), None)
-
-
-@functools.cache
-def _mlp_with_gradient(passes: Passes):
-    """Makes the op of a whole MLP of experts."""
-    kernels = passes.backend.expert_rows
-    assert kernels is not None
-
-    @jax.custom_vjp
-    def op(x, projections, last, weights, plan):
-        return forward(x, projections, last, weights, plan)[0]
-
-    def forward(x, projections, last, weights, plan):
-        rows, s = _gather(passes, x, projections, plan, is_gradient=False)
-        y, kept = passes.forward(rows, projections, plan.expert, plan, s, False)
-        with own_settings(passes.precision):
-            h, s = kernels.gate(y, last[0], plan)
-        h, s = vary((h, s), varying_axes((x, plan)))
-        (out,), after = passes.forward(h, last, plan.expert, plan, [s], False)
-        return combine_rows(out, weights, plan), (kept, y, after, weights)
-
-    def backward(residuals, dy):
-        kept, y, after, weights = residuals
-        (_, projections, _, _, plan), (_, (last,), *_) = kept, after
-        dh, of_last, of_row = _gradients_of_last(passes, after, weights, dy, False)
-        with own_settings(passes.precision):
-            of_y = kernels.gate_gradient(y, dh, of_row, projections, plan)
-        given, ds, dots = vary(of_y, varying_axes((dy, plan)))
-        drows, of_first = passes.backward(False, kept, given, ds)
-        dweights = rows_at(dots, plan.row)
-        if last.bias is not None:
-            dweights += _of_bias(dy, last.bias, plan)
-        dx, dweights = sum_of_copies(drows, plan), dweights.astype(weights.dtype)
-        return dx, of_first, of_last, dweights, None
-
-    op.defvjp(forward, backward)
-    return op
-
-
-def _gradients_of_last(passes: Passes, kept, weights, dy, w_transposed: bool):
-    """Returns the gradients of weighted rows, of linears, and the rows' weights."""
-    _, projections, _, _, plan = kept
-    of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
-    if _cannot_gather(passes.backend, projections, is_gradient=True):
-        rows, ds = gather_rows(dy, plan), None
-    else:
-        rows, ds = _gather(passes, dy, projections, plan, is_gradient=True)
-    dh, gradients = passes.backward(w_transposed, kept, [rows], ds, row_weights=of_row)
-    return dh, gradients, of_row
-
-
 @functools.cache
 def _output_with_gradient(passes: Passes):
     """Makes the op of a linear of experts whose rows are combined."""
@@ -384,8 +283,13 @@ def _output_with_gradient(passes: Passes):
     def backward(w_transposed, residuals, dy):
         kept, weights = residuals
         h, (projection,), _, _, plan = kept
-        dh, (gradients,), of_row = _gradients_of_last(
-            passes, kept, weights, dy, w_transposed
+        of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
+        if _cannot_gather(passes.backend, [projection], is_gradient=True):
+            rows, ds = gather_rows(dy, plan), None
+        else:
+            rows, ds = _gather(passes, dy, [projection], plan, is_gradient=True)
+        dh, (gradients,) = passes.backward(
+            w_transposed, kept, [rows], ds, row_weights=of_row
         )
         dh = dh.astype(jnp.float32)
         # Without the barrier, XLA keeps h from before it was rounded, in float32.

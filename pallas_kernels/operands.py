@@ -211,6 +211,15 @@ def _own_settings(p: Projection) -> KernelSettings:
     return kernel_settings(p.factor[None], p.rank[None], None)[0]
 
 
+def finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
+    """Replaces values that are not finite by zeros.
+
+    Where slots share blocks of rows, they multiply other slots' zeros. The slot's own
+    rows do not depend on them: s or its gradient is NaN there.
+    """
+    return jnp.where(jnp.isfinite(table), table, 0)
+
+
 def marked(
     settings: Sequence[KernelSettings], projections: Sequence[Projection]
 ) -> list[KernelSettings]:

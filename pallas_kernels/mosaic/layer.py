@@ -44,6 +44,7 @@ from jaxlora.pallas_kernels.operands import (
     Blocks,
     Operands,
     Term,
+    finite,
     make_operands,
     marked,
     padded_rank,
@@ -98,20 +99,11 @@ def forward(
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
         blocks, transposed = given.blocks, w_transposed
-        b = b if blocks.shared is None else _finite(b)
+        b = b if blocks.shared is None else finite(b)
         term = Term(x, p.dense_w, s[i], b, given.settings[i])
         work = expand_work([term], layer, blocks, p.bias, transposed=transposed)
         y.append(run_expand(work))
     return y, s
-
-
-def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
-    """Replaces values that are not finite by zeros.
-
-    Where slots share blocks of rows, they multiply other slots' zeros. The slot's own
-    rows do not depend on them: s or its gradient is NaN there.
-    """
-    return jnp.where(jnp.isfinite(table), table, 0)
 
 
 def _bad_blocks(rows: Sequence[Float[Array, "T R"]]) -> Bool[Array, " NB"]:
@@ -193,7 +185,7 @@ def backward(
     own = [weigh(one, row_weights) for one in made], settings, blocks, masks
     outers.append(outer_work(x, *own, transposed=is_swapped, **more))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
-    a = a if blocks.shared is None else [_finite(one) for one in a]
+    a = a if blocks.shared is None else [finite(one) for one in a]
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, made, a, settings, of_terms, strict=True)
     terms = [Term(*one) for one in each]

@@ -19,7 +19,7 @@ _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
 _OTHER_PRODUCTS = range(90, 120)
 HOPPER = 90
 _INTERPRETED_SMS = 4
-MOST_SIDE_PRODUCTS = 2  # of kernels of experts' rows
+MOST_GATHERED = 2  # linears whose s one kernel computes
 _ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
 _MISSING = (
     "the package {} is not installed (run `pip install 'jaxlora[triton]'`)".format
@@ -133,15 +133,15 @@ def unsupported(shape: LinearShape) -> str | None:
     return unsupported_linear(shape, multiple=_ALIGNED_FEATURES)
 
 
-def unsupported_side_products(
+def unsupported_gather(
     projections: Sequence[Projection], *, is_gradient: bool
 ) -> str | None:
-    """Returns why kernels of experts' rows cannot serve some linears, or None."""
+    """Returns why `gather` cannot compute s or ds of some linears, or None."""
     if (reason := unsupported_device()) is not None:
         return reason
     if not is_gradient and any(p.dropout is not None for p in projections):
-        return "its kernels of experts' rows have no masks"
+        return "it has no masks"
     rank = padded_rank(max(p.a.shape[2] for p in projections))
-    if len(projections) > MOST_SIDE_PRODUCTS or rank > RANK_STEP:
+    if len(projections) > MOST_GATHERED or rank > RANK_STEP:
         return f"{len(projections)} side products of rank {rank} leave no room"
     return None

@@ -27,12 +27,10 @@ from jaxlora.pallas_kernels import (
     block_rows_for,
     expert_input,
     expert_linears,
-    expert_mlp,
     expert_output,
     gather_rows,
     kernel_settings,
     route_rows,
-    unsupported_expert_mlp,
 )
 from jaxlora.pallas_kernels.mosaic.products import expand_work, run_expand
 from jaxlora.pallas_kernels.operands import Term, blocks_of
@@ -210,8 +208,6 @@ def layer(given: Operands) -> Any:
     def forward(x, weights, tables):
         *up, down = _with(given.linears, tables)
         plan, kernels = given.plan, {"implementation": "mosaic"}
-        if unsupported_expert_mlp(up, down, **kernels) is None:
-            return expert_mlp(x, up, down, weights, plan, **kernels)
         rows, s = expert_input(x, up, plan, **kernels)
         h = swiglu(*expert_linears(rows, up, plan, s=s, **kernels))
         return expert_output(h, down, weights, plan, **kernels)
