@@ -9,6 +9,7 @@ import tempfile
 # XLA's pool while it waits for another: the pool must hold them all, also on two cores.
 os.environ.setdefault("NPROC", "32")
 
+import hypothesis
 import jax
 import pytest
 
@@ -53,6 +54,11 @@ jax.config.update("jax_traceback_in_locations_limit", 1)
 
 # Meshes are tested on simulated devices. Work without a mesh runs on the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
+
+# The examples of a test follow from its code, so that a commit passes or fails whoever
+# runs it.
+hypothesis.settings.register_profile("derandomized", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("derandomized")
 
 # On a GPU, float32 products would otherwise run in tf32.
 jax.config.update("jax_default_matmul_precision", "highest")

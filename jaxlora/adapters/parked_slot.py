@@ -18,6 +18,15 @@ from jaxlora.modules.trained_tensors import tensor_paths, unpadded
 PARAMS: Kind = "params"
 
 
+def without_values(adapter: Adapter) -> Adapter:
+    """Returns an adapter with arrays that take no memory."""
+    rows = {
+        path: np.broadcast_to(np.zeros((), array.dtype), array.shape)
+        for path, array in adapter.by_path().items()
+    }
+    return adapter_from_rows(rows, adapter)
+
+
 def adapter_from_rows(rows: Mapping[str, np.ndarray], like: Adapter) -> Adapter:
     """Makes an adapter from one slot's rows of the tables, as views of them.
 

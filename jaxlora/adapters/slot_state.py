@@ -1,6 +1,7 @@
 """The state of slots: empty, written and read by slot, and where it lives."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -259,3 +260,18 @@ def read_slot_rows(
     if where is not None:
         rows = jax.lax.with_sharding_constraint(rows, where)
     return jnp.concatenate([rows[name].ravel() for name in sorted(rows)])
+
+
+def divided_rows(flat: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Divides what `read_slot_rows` has joined, into views of NumPy's arrays.
+
+    Args:
+        flat: The rows of a slot, N.
+        shapes: Their shapes, by name of the stack.
+    """
+    rows, start = {}, 0
+    for name in sorted(shapes):
+        stop = start + math.prod(shapes[name])
+        rows[name] = flat[start:stop].reshape(shapes[name])
+        start = stop
+    return rows

@@ -1,7 +1,6 @@
 """The slots: a fixed set of tables that jobs join and leave without recompiling."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jaxlora.adapters.parked_slot import (
 from jaxlora.adapters.reference_table import ReferenceTable
 from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import (
+    divided_rows,
     padded_rows,
     read_slot_rows,
     zero_state,
@@ -181,6 +181,11 @@ class SlotTable:
         shapes = {path: array.shape for path, array in tensors.items()}
         return PaddedAdapter(adapter, shapes, self._padded(PARAMS, tensors))
 
+    def flat(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns tensors that are like weights, by path, as `lift` does."""
+        rows = self._padded(PARAMS, tensors)
+        return np.concatenate([rows[name].ravel() for name in sorted(rows)])
+
     def load(self, slot: int, adapter: Adapter, optimizer: str) -> None:
         """Puts an adapter into a slot, with its optimizer's state at the start.
 
@@ -218,6 +223,38 @@ class SlotTable:
         shapes = {path: array.shape for path, array in parked.params.items()}
         self._activate(slot, like, shapes, parked.optimizer)
 
+    def lift(self, slot: int) -> dict[Kind, jax.Array]:
+        """Queues a copy of the rows of a slot by kind, flat and with their padding."""
+        number = np.int32(slot)
+        return {kind: self._read_slot(own, number) for kind, own in self.kept.items()}
+
+    def adopt(self, slot: int, state: AdapterState, like: Adapter) -> None:
+        """Takes a state in which a slot has the rows of an adapter.
+
+        Args:
+            slot: The slot.
+            state: The state of all slots.
+            like: The adapter as it was loaded, which AdamW trains.
+        """
+        self.state = state
+        shapes = {path: array.shape for path, array in like.by_path().items()}
+        self._activate(slot, like, shapes, ADAMW.name)
+
+    def unpad(
+        self, flat: Mapping[Kind, np.ndarray], like: Adapter
+    ) -> dict[Kind, dict[str, np.ndarray]]:
+        """Returns rows that `lift` has copied by kind and path, without padding.
+
+        Args:
+            flat: The rows; of other kinds, those that are like weights.
+            like: The adapter as it was loaded.
+        """
+        shapes = {path: array.shape for path, array in like.by_path().items()}
+        found = {}
+        for kind, own in flat.items():
+            found[kind] = _own(self._by_path(kind, own), shapes)
+        return found
+
     def _activate(
         self, slot: int, adapter: Adapter, shapes: Mapping[str, Shape], optimizer: str
     ) -> None:
@@ -230,12 +267,16 @@ class SlotTable:
         """Whether a slot has an adapter in it."""
         return slot in self._shapes
 
-    def clear(self, slot: int) -> None:
-        """Empties a slot: weights, optimizer state and settings."""
-        self._write(slot, {})
+    def forget(self, slot: int) -> None:
+        """Empties a slot, whose rows stay until others are written."""
         self._shapes.pop(slot, None)
         self._optimizers.pop(slot, None)
         self._settings.set({slot: None})
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot: weights, optimizer state and settings."""
+        self._write(slot, {})
+        self.forget(slot)
         if self._reference is not None:
             self._reference.clear(slot)
 
@@ -250,7 +291,7 @@ class SlotTable:
             A function that brings the copy to the host; any thread may call it.
         """
         if evaluates_other_weights(self._optimizers.get(slot, ADAMW.name)):
-            copy = self._begin_copy(slot)
+            copy = self.begin_copy(slot)
             return lambda: copy().adapter(like)
         rows = self._begin_rows(slot, (PARAMS,))
         return lambda: adapter_from_rows(rows()[PARAMS], like)
@@ -261,9 +302,17 @@ class SlotTable:
         Raises:
             ValueError: The slot is empty.
         """
-        return self._begin_copy(slot)()
+        return self.begin_copy(slot)()
 
-    def _begin_copy(self, slot: int) -> Callable[[], ParkedSlot]:
+    def begin_copy(self, slot: int) -> Callable[[], ParkedSlot]:
+        """Queues a copy of the state of a slot, which may change once this returns.
+
+        Returns:
+            A function that brings the copy to the host; any thread may call it.
+
+        Raises:
+            ValueError: The slot is empty.
+        """
         if slot not in self._shapes:
             raise ValueError(f"slot {slot} is empty.")
         shapes, optimizer = self._shapes[slot], self._optimizers[slot]
@@ -320,15 +369,10 @@ class SlotTable:
         return rows
 
     def _by_path(self, kind: Kind, flat: np.ndarray) -> Rows:
-        """Divides what `read_slot_rows` has joined."""
-        tables = self._tables[kind]
-        shapes = {name: tables[name].shape[1:] for name in sorted(tables)}
-        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
-        parts = np.split(flat, ends[:-1])
-        rows = {
-            name: part.reshape(shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
+        """Divides what `read_slot_rows` has joined; other kinds are like weights."""
+        tables = self._tables.get(kind, self._tables[PARAMS])
+        shapes = {name: table.shape[1:] for name, table in tables.items()}
+        rows = divided_rows(flat, shapes)
         return to_paths(self._stacks(rows), rows)
 
     def _padded(self, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Rows:

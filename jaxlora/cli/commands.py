@@ -8,12 +8,14 @@ from jaxlora.cli import (
     live,
     plan,
     profile,
+    serve,
     train,
 )
 
 COMMANDS = (
     *(train.TRAIN, train.SWEEP, plan.COMMAND, data.COMMAND, inspect.STATUS),
     *(live.ADD, live.CLONE, live.STOP, live.PAUSE, live.RESUME, generate.COMMAND),
+    *(serve.SERVE, serve.KEYS),
     *(files.MIGRATE, files.CONVERT, files.MERGE, files.EXPORT),
     *(profile.COMMAND, inspect.INSPECT),
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HELP = """\
 /adapter NAME    goes on with another adapter, or with base
 Ctrl-C stops an answer; Ctrl-D leaves."""
-_SETTINGS = ("max_new_tokens", "temperature", "top_p", "stop", "seed")
+_SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +99,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, metavar="T", help="default 0, which is greedy"
     )
     parser.add_argument("--top-p", type=float, metavar="P", help="default 1")
+    parser.add_argument("--top-k", type=int, metavar="K", help="default 0, all tokens")
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="ends a text; repeatable"
     )

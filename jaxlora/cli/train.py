@@ -1,6 +1,7 @@
 """`jaxlora train` and `jaxlora sweep`."""
 
 import argparse
+import logging
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from jaxlora.config import RunConfig
     from jaxlora.config.run_file import RunFile
     from jaxlora.train.report.summary import RunResult
+
+logger = logging.getLogger(__name__)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +49,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --resume: choose replicas, and all else that is auto, anew for the "
         "jobs that have not ended",
     )
+    parser.add_argument(
+        "--page",
+        type=_port,
+        nargs="?",
+        const=8766,
+        help="show the run in a browser while it trains, at http://127.0.0.1:PORT (by "
+        "default 8766; 0 takes any free port). Nothing can be changed there",
+        metavar="PORT",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no port; give one up to 65535, or 0 for any free one"
+        )
+    return int(text)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +114,16 @@ def _train(arguments: argparse.Namespace) -> int:
             return _train_in_process(config, arguments, file)
 
 
+def _serve_page(config: "RunConfig", port: int | None) -> None:
+    """Serves the page of the run, if it is wanted, until the process ends."""
+    if port is None:
+        return
+    from jaxlora.serve.run_page import serve_run
+
+    address = serve_run(pathlib.Path(config.output_dir), str(config.model), port)
+    logger.info("page: %s", address)
+
+
 def _train_groups(
     config: "RunConfig",
     arguments: argparse.Namespace,
@@ -120,6 +150,7 @@ def _train_groups(
                 f"sweep.groups is {config.sweep.groups_text}. Leave it out."
             )
     copy = KeepRunFile(file)
+    _serve_page(config, arguments.page)
     result = run_groups(config, resume=arguments.resume, on_start=copy.write)
     print_summary(result)
     return _status(result)
@@ -154,6 +185,8 @@ def _train_in_process(
     folder = pathlib.Path(config.output_dir)
     processes.from_first(lambda: check_not_in_use(folder))
     processes.from_first(lambda: check_folder(folder, resume=arguments.resume))
+    if processes.is_first():
+        _serve_page(config, arguments.page)
     callbacks = [KeepRunFile(file)] if processes.is_first() else []
     result = Trainer(config, replan=arguments.replan).train(
         resume=arguments.resume, drop_state=arguments.drop_state, callbacks=callbacks

@@ -29,6 +29,8 @@ class GenerationSettings(StrictModel):
         temperature: Divisor of the logits; 0 takes the most likely token (greedy).
         top_p: Samples from the fewest tokens whose probabilities add up to this
             (nucleus sampling, arXiv 1904.09751); 1 samples from all tokens.
+        top_k: Samples from so many of the most likely tokens, of which `top_p` then
+            leaves some; 0 samples from all tokens.
         stop: Texts that end the generated text, which does not contain them.
         seed: Random seed of every prompt without a seed of its own. A sample depends
             on its prompt and its seed, and not on the other prompts of the batch.
@@ -37,6 +39,7 @@ class GenerationSettings(StrictModel):
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.0
     top_p: TopP = 1.0
+    top_k: NonNegativeInt = 0
     stop: Annotated[tuple[_Text, ...], OneOrMore] = ()
     seed: Seed = 0
 

@@ -14,16 +14,19 @@ _EXAMPLES = "such as defaults.learning_rate=1e-4 or jobs.NAME.rank=32"
 
 
 def override(
-    values: Mapping[str, Any], texts: Sequence[str]
+    values: Mapping[str, Any],
+    texts: Sequence[str],
+    whole: type[StrictModel] = RunConfig,
 ) -> tuple[dict[str, Any], dict[Path, str], list[str]]:
-    """Replaces settings of a run file, one after the other.
+    """Replaces settings of a run file, or of another one, one after the other.
 
     Args:
-        values: The contents of the run file, which stay as they are.
+        values: The contents of the file, which stay as they are.
         texts: Arguments of the form `KEY=VALUE`. A key is that of a setting of the run,
             `defaults.SETTING` or `jobs.NAME.SETTING`, and may go on into a setting, as
             in `jobs.orders.data.limit`. Items of lists are counted from 0. Values are
             YAML.
+        whole: What the file describes; only that of a run has `defaults` and `jobs`.
 
     Returns:
         The contents with the other values; the argument of each path that it has
@@ -35,13 +38,14 @@ def override(
     out = dict(values)
     found: dict[Path, str] = {}
     notes = []
+    examples = f", {_EXAMPLES}" if whole is RunConfig else ""
     for text in texts:
         key, is_given, yaml_text = text.partition("=")
         if not is_given:
-            raise ConfigError(f"{text!r}: give settings as KEY=VALUE, {_EXAMPLES}.")
+            raise ConfigError(f"{text!r}: give settings as KEY=VALUE{examples}.")
         value = parse_yaml(yaml_text, key)
         try:
-            path, out = _find(out, key, value)
+            path, out = _find(out, key, value, whole)
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from None
         if path in found:
@@ -55,13 +59,17 @@ def override(
     return out, found, notes
 
 
-def _find(values: dict[str, Any], key: str, value: Any) -> tuple[Path, dict[str, Any]]:
-    """Finds a setting in a run file.
+def _find(
+    values: dict[str, Any], key: str, value: Any, whole: type[StrictModel]
+) -> tuple[Path, dict[str, Any]]:
+    """Finds a setting in a file.
 
     Returns:
         Its path, and the contents of the file, in which a job has its own copy of a
         default that is about to change in part.
     """
+    if whole is not RunConfig:
+        return _within(whole, values, key, value), values
     head, _, rest = key.partition(".")
     if head == "jobs" and rest:
         number, rest = _find_job(values.get("jobs"), rest)
@@ -133,7 +141,12 @@ def _within(kind: type[StrictModel], values: Any, key: str, value: Any) -> Path:
     if not rest:
         return (used,)
     if dict in types_of(kind.model_fields[ours[head]].annotation):
-        return used, rest  # a name or pattern, which may have dots
+        held, part = values.get(used), kind.part(ours[head])
+        name, _, within = rest.partition(".")
+        if part is None or head == "parameters" or not within:
+            return used, rest  # a name, parameter or pattern, which may have dots
+        held = held.get(name) if isinstance(held, dict) else None
+        return used, name, *_inside(f"{used}.{name}", held, part, within, value)
     if (part := kind.part(ours[head])) is None:
         raise ConfigError(f"{used!r} has no settings within it. Write {used}=...")
     return used, *_inside(used, values.get(used), part, rest, value)

@@ -86,7 +86,7 @@ class RunFile:
             ConfigError: The file is missing or is not YAML, or an override is none.
         """
         keys = "the keys model, output_dir and jobs"
-        text, values = _read_mapping(path, "run file", keys)
+        text, values = read_mapping(path, "run file", keys)
         values, found, notes = override(values, overrides)
         if notes:
             logger.info("%s: overridden: %s", path, "; ".join(notes))
@@ -163,7 +163,7 @@ def begun_defaults(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         ConfigError: The copy cannot be read.
     """
-    text, values = _read_mapping(path, "run file", "the keys model and jobs")
+    text, values = read_mapping(path, "run file", "the keys model and jobs")
     lines = itertools.takewhile(lambda s: s.startswith(_OVERRIDDEN), text.splitlines())
     values, *_ = override(values, [line.removeprefix(_OVERRIDDEN) for line in lines])
     return values.get("defaults") or {}
@@ -181,7 +181,7 @@ def load_job(path: str | pathlib.Path, defaults: Mapping[str, Any]) -> LoraJob:
             values.
     """
     keys = "the keys of a job, such as name and data"
-    text, own = _read_mapping(path, "job file", keys)
+    text, own = read_mapping(path, "job file", keys)
     ours, _ = LoraJob.known(defaults)
     values = _job_with_defaults(own, defaults, ours)
     try:
@@ -196,7 +196,7 @@ def load_job(path: str | pathlib.Path, defaults: Mapping[str, Any]) -> LoraJob:
         raise settings_error(problems_of(error), source) from None
 
 
-def _read_mapping(
+def read_mapping(
     path: str | pathlib.Path, kind: str, keys: str
 ) -> tuple[str, dict[str, Any]]:
     """Reads a YAML file that must hold a mapping; returns its text and the mapping."""

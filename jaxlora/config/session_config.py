@@ -2,10 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from jaxlora.config.strict import (
     AtLeastOne,
     Fraction,
     NonNegativeFloat,
+    Number,
     OneOrMore,
     PositiveInt,
     StrictModel,
@@ -29,7 +32,8 @@ class SessionConfig(StrictModel):
     """Settings of a session; they are compiled into its programs.
 
     Attributes:
-        slots: Number of adapters that are open at the same time.
+        slots: Number of adapters on the device. Further ones wait in the host's memory
+            for their turn.
         rank: Largest rank of an adapter.
         target_modules: Linears that adapters may adapt, as in `LoraJob`.
         microbatch_tokens: Tokens of a microbatch, padding included, and of the longest
@@ -37,8 +41,8 @@ class SessionConfig(StrictModel):
             with the smallest one that holds it.
         block_tokens: Tokens of a block; each adapter's part of a microbatch fills whole
             blocks.
-        adapters_per_microbatch: Most adapters in a microbatch if some targets are
-            linears of experts, as in `RunConfig`.
+        adapters_per_microbatch: Most adapters in a microbatch, for whose gradients it
+            needs memory; None: 16, or 4 if some targets are linears of experts.
         remat: Part of each layer that the backward pass recomputes, as in `RunConfig`.
         implementation: Which LoRA kernels run, as in `RunConfig`.
         attention: Attention implementation, as in `RunConfig`.
@@ -51,10 +55,31 @@ class SessionConfig(StrictModel):
     target_modules: Texts = "all-linear"
     microbatch_tokens: Annotated[tuple[Tokens, ...], AtLeastOne, OneOrMore] = (2048,)
     block_tokens: Tokens = 64
-    adapters_per_microbatch: PositiveInt = 4
+    adapters_per_microbatch: PositiveInt | None = None
     remat: Literal["none", "elementwise", "mlp", "layer"] = "none"
     implementation: Literal["auto", "mosaic", "triton", "xla"] = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
+
+
+class SamplingConfig(StrictModel):
+    """Settings of sampling beside training.
+
+    Attributes:
+        versions: Number of published versions that are on the device at the same time;
+            others wait in files.
+        rows: Most sequences of a similar length that are generated together.
+        cache_tokens: Tokens of all sequences that the caches of keys and values hold,
+            padding included, which bounds their memory. Further sequences wait.
+        part_tokens: Tokens of a prompt that run at once. A prompt's last part is padded
+            to so many, and rows of the cache hold at least twice as many.
+        share: Share of the time that sampling has while there is training, too.
+    """
+
+    versions: PositiveInt = 16
+    rows: PositiveInt = 64
+    cache_tokens: PositiveInt = 65536
+    part_tokens: PositiveInt = 256
+    share: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.5
 
 
 class AdamParams(StrictModel):

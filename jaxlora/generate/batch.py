@@ -1,21 +1,31 @@
-"""Generates the tokens of one batch of prompts, a few steps at a time."""
+"""Generates the tokens of sequences together, a few steps at a time.
+
+Each row of a batch holds a sequence of its own length, so a sequence may begin when
+another ends. It depends on nothing of the others.
+"""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Float32, Int32
 
-from jaxlora.config.generation_settings import GenerationSettings
-from jaxlora.generate.choose_token import method_of
 from jaxlora.generate.loaded import LoadedDecoder
-from jaxlora.generate.programs import MAX_STEPS, NO_TOKEN, Sampling, Sequences
+from jaxlora.generate.programs import (
+    MAX_STEPS,
+    NO_TOKEN,
+    Scores,
+    Sequences,
+)
 from jaxlora.generate.prompt import FinishReason
-from jaxlora.programs.program import announce, counting, finish
+from jaxlora.programs.program import Prepared, announce, counting, finish
 
-_END_IDS_MULTIPLE = 8
+_END_IDS = 8  # that the device knows; the host knows all
 # XLA runs products of a matrix and a single row badly on a GPU: it would first convert
 # the whole head of a model to float32, for example.
 _LEAST_ROWS = 2
@@ -33,15 +43,16 @@ class BatchShape:
 
     Attributes:
         num_rows: Number of sequences.
+        prompt_rows: Number of prompts that one call of `prefill` runs; None: all rows
+            begin at once, and none later.
         part_tokens: Tokens of each prompt that one call of `prefill` runs.
-        prompt_tokens: Tokens of each prompt with its padding; a multiple of
-            `part_tokens`.
-        cache_tokens: Tokens of each sequence that the cache holds.
+        cache_tokens: Tokens of each sequence that the cache holds, and of its prompt
+            with padding to a multiple of `part_tokens`.
     """
 
     num_rows: int
+    prompt_rows: int | None = None
     part_tokens: int
-    prompt_tokens: int
     cache_tokens: int
 
 
@@ -81,7 +92,6 @@ def _shape(
     return BatchShape(
         num_rows=num_rows,
         part_tokens=part,
-        prompt_tokens=prompt_tokens,
         cache_tokens=_cache_tokens(max(prompt_tokens + max_new_tokens, least_cache)),
     )
 
@@ -96,23 +106,32 @@ def _cache_tokens(num_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Request:
-    """A prompt as tokens.
+    """A prompt as tokens, and how tokens after it are chosen.
 
     Attributes:
         token_ids: The prompt, of at least one token.
         slot: Slot of its adapter.
         seed: Its random seed.
-        max_new_tokens: Largest number of tokens to generate.
+        max_new_tokens: Largest number of tokens to generate; 0: only the prompt runs.
+        temperature, top_p, top_k: See `choose_tokens`.
+        end_ids: Tokens that end the sequence.
         num_until_stop: Given the tokens so far, and how many of them were given before,
             returns the number of tokens that end the text because of a stop text; None:
             nothing ends it.
+        num_top: How many of the most likely tokens to score in the place of each token
+            of the prompt, beside that token; None: the prompt is not scored.
     """
 
     token_ids: Int32[np.ndarray, " T"]
     slot: int
     seed: int
     max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    end_ids: frozenset[int] | tuple[int, ...] = ()
     num_until_stop: Callable[[Sequence[int], int], int | None] | None = None
+    num_top: int | None = None
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -123,18 +142,16 @@ class Answer:
         token_ids: The tokens, including one that ends the sequence.
         logprobs: Log probability of each token, in nats, as the model gives it.
         finish_reason: Why it has ended; None: it has not.
+        scores: Scores of the parts of the prompt, if it is scored.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
+    scores: list[Scores] = dataclasses.field(default_factory=list)
 
     def extend(
-        self,
-        request: Request,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        end_ids: Collection[int],
+        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[float]
     ) -> None:
         """Adds tokens, and ends the answer where it ends first."""
         before = len(self.token_ids)
@@ -145,8 +162,10 @@ class Answer:
             num = request.num_until_stop(self.token_ids, before)
             if num is not None:
                 ends.append((num, "stop_sequence"))
-        if self.token_ids and self.token_ids[-1] in end_ids:
-            ends.append((len(self.token_ids), "eos_token"))
+        for num, token in enumerate(token_ids, before + 1):
+            if token in request.end_ids:
+                ends.append((num, "eos_token"))
+                break
         if len(self.token_ids) >= request.max_new_tokens:
             ends.append((request.max_new_tokens, "length"))
         if ends:
@@ -154,121 +173,303 @@ class Answer:
             del self.token_ids[num:], self.logprobs[num:]
 
 
-class Batch:
-    """A batch of prompts whose tokens are generated together.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """A sequence in a row of a batch."""
 
-    Prompts are padded in front, so that all of them end at the same place.
+    request: Request
+    answer: Answer
+
+
+class Batch:
+    """Rows for sequences whose tokens are generated together.
+
+    Prompts are padded at their end, and generated tokens take the place of the padding.
 
     Attributes:
-        answers: The tokens so far, in the order of the requests.
+        decoder: The decoder. Another one may take its place whose slots have other
+            adapters.
+        shape: The shape.
     """
 
-    def __init__(
-        self,
+    def __init__(self, decoder: LoadedDecoder, shape: BatchShape):
+        """Makes empty rows, and compiles what runs them.
+
+        Args:
+            decoder: The decoder.
+            shape: The shape.
+        """
+        self.decoder, self.shape = decoder, shape
+        self._programs = decoder.programs
+        prepared = self.prepare(decoder, shape)
+        announce(prepared)
+        decoder.weights()  # they may be loaded beside
+        with counting(prepared):
+            finish(prepared)
+        self._state = self._programs.empty(shape.num_rows, shape.cache_tokens)
+        self._rows: list[_Row | None] = [None] * shape.num_rows
+        self._parts: deque[Callable[[], None]] = deque()
+        self._queued: tuple[list[_Row | None], list[jax.Array]] | None = None
+        self._scored: list[tuple[list[_Row | None], np.ndarray, Scores]] = []
+
+    @staticmethod
+    def of(
         decoder: LoadedDecoder,
         requests: Sequence[Request],
-        settings: GenerationSettings,
-        end_ids: Sequence[int],
         shape: BatchShape | None = None,
-    ):
-        """Runs the prompts; no token is generated yet.
+    ) -> "Batch":
+        """Makes a batch of sequences that begin together, and runs their prompts.
 
         Args:
             decoder: The decoder.
             requests: The prompts.
-            settings: How tokens are chosen. Length, stop texts and seed are those of
-                the requests.
-            end_ids: Tokens that end a sequence.
             shape: Shape of the batch, at least as large as the requests need; None: the
                 smallest one.
         """
-        self.answers = [Answer() for _ in requests]
-        self._requests, self._end_ids = requests, frozenset(end_ids)
-        self._programs = decoder.programs
-        self._method = method_of(settings.temperature, settings.top_p)
-        self._sampling = Sampling(
-            temperature=jnp.float32(settings.temperature),
-            top_p=jnp.float32(settings.top_p),
-            end_ids=_padded(end_ids),
-            num_steps=jnp.int32(MAX_STEPS),
-        )
-        self._run_prompts(decoder, shape or _smallest_shape(requests))
+        if shape is None:
+            longest = max(len(request.token_ids) for request in requests)
+            most = max(request.max_new_tokens for request in requests)
+            shape = batch_shape(len(requests), longest, most)
+        batch = Batch(decoder, shape)
+        batch.join([[request] for request in requests])
+        while batch.runs_prompts:
+            batch.queue()
+        return batch
 
-    def _run_prompts(self, decoder: LoadedDecoder, shape: BatchShape) -> None:
-        token_ids = np.zeros((shape.num_rows, shape.prompt_tokens), np.int32)
-        starts = np.full(shape.num_rows, shape.prompt_tokens, np.int32)
-        slots, seeds = np.zeros((2, shape.num_rows), np.int32)
-        for i, request in enumerate(self._requests):
-            starts[i] -= len(request.token_ids)
-            token_ids[i, starts[i] :] = request.token_ids
-            slots[i], seeds[i] = request.slot, request.seed
-        self._sequences = Sequences(*map(jnp.asarray, (starts, slots, seeds)))
-        programs = self._programs
-        state = programs.empty(shape.num_rows, shape.cache_tokens)
-        parts = range(0, shape.prompt_tokens, shape.part_tokens)
-        ids = [jnp.asarray(token_ids[:, i : i + shape.part_tokens]) for i in parts]
-        args = state, decoder.weights(wait=False), self._sequences
-        is_done = jnp.zeros(shape.num_rows, bool)
-        # They are compiled side by side, and while the base is loaded.
-        own = ids[0], self._sampling, is_done, self._method
-        prepared = programs.prepare(*args, *own)
-        announce(prepared)
-        self._weights = decoder.weights()
-        with counting(prepared):
-            finish(prepared)
-        for part in ids:
-            state = programs.prefill(state, self._weights, self._sequences, part)
-        self._state = state
+    @staticmethod
+    def prepare(
+        decoder: LoadedDecoder, shape: BatchShape, num_top: int | None = None
+    ) -> list[Prepared]:
+        """Starts to compile what runs a batch, side by side; on a mesh, nothing.
+
+        Args:
+            decoder: The decoder.
+            shape: The shape.
+            num_top: See `Request`.
+        """
+        programs = decoder.programs
+        if programs.is_on_mesh:
+            return []
+        empty = functools.partial(programs.empty, shape.num_rows, shape.cache_tokens)
+        given = jax.eval_shape(empty), decoder.weights(wait=False)
+        rows, num = _sequences([None] * shape.num_rows), np.int32(0)
+        prompts, numbers, prepared = rows, None, []
+        if shape.prompt_rows is not None:
+            prompts = _sequences([None] * shape.prompt_rows)
+            numbers = np.zeros(shape.prompt_rows, np.int32)
+            prepared.append(programs.repeat.prepare(given[0], num, rows.slots))
+        ids = np.zeros((len(prompts.slots), shape.part_tokens), np.int32)
+        prompts = *given, prompts, ids, ids[:, 0], numbers
+        prepared.append(programs.prefill.prepare(*prompts))
+        prepared.append(programs.decode.prepare(*given, rows, num))
+        if num_top is not None:
+            prepared.append(programs.scorer(num_top).prepare(*prompts, ids))
+        return prepared
+
+    # ---- rows ------------------------------------------------------------------------
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The tokens so far of the sequences in the rows, in the order of these."""
+        return [row.answer for row in self._rows if row is not None]
 
     @property
     def logits(self) -> Float32[np.ndarray, "B V"]:
-        """The logits of each sequence's next token."""
-        return jax.device_get(self._state.logits)[: len(self.answers)]
+        """The logits of each sequence's next token, in the order of the rows."""
+        logits = jax.device_get(self._state.logits)
+        return logits[[row is not None for row in self._rows]]
 
     @property
     def is_done(self) -> bool:
         """Whether all answers have ended."""
         return all(answer.finish_reason for answer in self.answers)
 
+    @property
+    def runs_prompts(self) -> bool:
+        """Whether parts of prompts are left to run."""
+        return bool(self._parts)
+
+    @property
+    def num_free(self) -> int:
+        """Number of rows without a sequence that has not ended."""
+        return self.shape.num_rows - sum(self._is_taken(row) for row in self._rows)
+
+    @staticmethod
+    def _is_taken(row: _Row | None) -> bool:
+        return row is not None and row.answer.finish_reason is None
+
+    def join(self, prompts: Sequence[Sequence[Request]]) -> list[list[Answer]]:
+        """Gives rows that are free to further sequences, whose prompts run next.
+
+        Args:
+            prompts: For each prompt its requests, which may differ in how tokens are
+                chosen. Of several, the first one alone runs the prompt, and may be
+                scored. Either all prompts are scored, with equal `num_top`, or none.
+
+        Returns:
+            The answers, which fill up as the batch runs.
+        """
+        free = (i for i, row in enumerate(self._rows) if not self._is_taken(row))
+        found = []
+        for some in itertools.batched(prompts, self.shape.prompt_rows or len(prompts)):
+            taken = [[next(free) for _ in requests] for requests in some]
+            for requests, own in zip(some, taken, strict=True):
+                found.append([Answer() for _ in own])
+                for i, request, answer in zip(own, requests, found[-1], strict=True):
+                    self._rows[i] = _Row(request=request, answer=answer)
+            self._parts.extend(self._parts_of(taken))
+        return found
+
+    def cancel(self, answer: Answer) -> None:
+        """Ends an answer at once, so that its row is free."""
+        answer.finish_reason = answer.finish_reason or "length"
+
+    # ---- work ------------------------------------------------------------------------
+
+    def _parts_of(self, taken: Sequence[Sequence[int]]) -> Iterator[Callable[[], None]]:
+        """Yields what runs prompts in parts, and copies them to the other rows.
+
+        Args:
+            taken: The rows of each prompt, the first of which runs it.
+        """
+        first = [own[0] for own in taken]
+        if self.shape.prompt_rows is None:
+            numbers, some = None, self._rows[:]
+        else:
+            numbers = np.full(self.shape.prompt_rows, self.shape.num_rows, np.int32)
+            numbers[: len(first)] = first
+            some = [self._rows[i] for i in first]
+            some += [None] * (len(numbers) - len(first))
+        longest = max(len(row.request.token_ids) for row in some if row is not None)
+        for start in range(0, longest, self.shape.part_tokens):
+            yield functools.partial(self._run_part, some, numbers, start)
+        for row, *others in taken:
+            if others:
+                yield functools.partial(self._repeat, row, others)
+
+    def _run_part(
+        self, rows: list[_Row | None], numbers: np.ndarray | None, start: int
+    ) -> None:
+        """Queues a part of prompts.
+
+        Args:
+            rows: The sequences.
+            numbers: Their rows; None: they are all rows.
+            start: Number of the part's first token.
+        """
+        size = self.shape.part_tokens
+        ids = np.zeros((2, len(rows), size), np.int32)  # and those after each
+        place, num_new, num_top = *np.zeros((2, len(rows)), np.int32), None
+        for i, row in enumerate(rows):
+            if row is None:
+                continue
+            for shift in (0, 1):
+                part = row.request.token_ids[start + shift : start + shift + size]
+                ids[shift, i, : len(part)] = part
+            length = len(row.request.token_ids)
+            place[i], num_new[i] = min(start, length), np.clip(length - start, 0, size)
+            num_top = row.request.num_top
+            if row.request.max_new_tokens == 0 and start + size >= length:
+                row.answer.finish_reason = "length"
+        sequences: Any = _sequences(rows)
+        sequences = sequences._replace(place=place)
+        given = self._state, self.decoder.weights(), sequences, ids[0], num_new, numbers
+        if num_top is None:
+            self._state = self._programs.prefill(*given)
+            return
+        score = self._programs.scorer(num_top)
+        self._state, scores = score(*given, ids[1])
+        self._scored.append((rows, num_new, scores))
+
+    def _repeat(self, row: int, others: Sequence[int]) -> None:
+        """Queues copies of a prompt."""
+        padded = np.full(self.shape.num_rows, self.shape.num_rows, np.int32)
+        padded[: len(others)] = others
+        self._state = self._programs.repeat(self._state, np.int32(row), padded)
+
     def advance(self, num_steps: int = MAX_STEPS) -> None:
-        """Generates up to so many more tokens of each sequence that has not ended."""
+        """Runs the next part of prompts, or generates up to so many more tokens."""
+        self.queue(num_steps)
+        self.settle()
+
+    def queue(self, num_steps: int = MAX_STEPS) -> int:
+        """Queues the next part of prompts, or up to so many tokens of each sequence.
+
+        Nothing may be queued that is not settled, except for parts of prompts.
+
+        Returns:
+            Number of tokens of each sequence that are queued.
+        """
+        if self._parts:
+            self._parts.popleft()()
+            return 0
+        assert self._queued is None
+        rows = [row if self._is_taken(row) else None for row in self._rows]
         left = max(
-            request.max_new_tokens - len(answer.token_ids)
-            for request, answer in zip(self._requests, self.answers, strict=True)
-            if answer.finish_reason is None
+            row.request.max_new_tokens - len(row.answer.token_ids)
+            for row in rows
+            if row is not None
         )
         num_steps = min(num_steps, MAX_STEPS, left)
-        is_done = np.ones(len(self._sequences.slots), bool)
-        for i, answer in enumerate(self.answers):
-            is_done[i] = answer.finish_reason is not None
-        self._state, *made = self._programs.decode[self._method](
+        self._state, *made = self._programs.decode(
             self._state,
-            self._weights,
-            self._sequences,
-            self._sampling._replace(num_steps=jnp.int32(num_steps)),
-            jnp.asarray(is_done),
+            self.decoder.weights(),
+            _sequences(rows),
+            np.int32(num_steps),
         )
+        self._queued = rows, made
+        return num_steps
+
+    def settle(self) -> None:
+        """Waits for what is queued, and takes its tokens and scores."""
+        for sequences, num_new, scores in self._scored:
+            own = jax.device_get(scores)
+            for i, row in enumerate(sequences):
+                if row is not None:
+                    part = Scores(*(x[i, : num_new[i]] for x in own))
+                    row.answer.scores.append(part)
+        self._scored.clear()
+        if self._queued is None:
+            jax.block_until_ready(self._state.logits)
+            return
+        rows, made = self._queued
         token_ids, logprobs = jax.device_get(made)
-        for i, (request, answer) in enumerate(
-            zip(self._requests, self.answers, strict=True)
-        ):
-            if answer.finish_reason is None:
+        self._queued = None
+        for i, row in enumerate(rows):
+            if row is not None and row.answer.finish_reason is None:
                 num = int((token_ids[i] != NO_TOKEN).sum())
-                answer.extend(
-                    request,
-                    token_ids[i, :num].tolist(),
-                    logprobs[i, :num].tolist(),
-                    self._end_ids,
+                row.answer.extend(
+                    row.request, token_ids[i, :num].tolist(), logprobs[i, :num].tolist()
                 )
 
 
-def _smallest_shape(requests: Sequence[Request]) -> BatchShape:
-    longest = max(len(request.token_ids) for request in requests)
-    return batch_shape(len(requests), longest, max(r.max_new_tokens for r in requests))
-
-
-def _padded(end_ids: Sequence[int]) -> Int32[Array, " N"]:
-    size = -(-max(len(end_ids), 1) // _END_IDS_MULTIPLE) * _END_IDS_MULTIPLE
-    padded = np.full(size, NO_TOKEN, np.int32)
-    padded[: len(end_ids)] = end_ids
-    return jnp.asarray(padded)
+def _sequences(rows: Sequence[_Row | None]) -> Sequences:
+    """Returns the sequences in some rows as the programs take them."""
+    num = len(rows)
+    ints = np.zeros((5, num), np.int32)
+    floats = np.ones((2, num), np.float32)
+    is_done, end_ids = np.ones(num, bool), np.full((num, _END_IDS), NO_TOKEN)
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        request, step = row.request, len(row.answer.token_ids)
+        place = len(request.token_ids) + step
+        ints[:, i] = request.slot, place, step, request.seed, request.top_k
+        floats[:, i] = request.temperature, request.top_p
+        is_done[i] = row.answer.finish_reason is not None
+        known = [*itertools.islice(request.end_ids, _END_IDS)]
+        end_ids[i, : len(known)] = known
+    slots, place, step, seeds, top_k = ints
+    temperature, top_p = floats
+    sequences: Any = Sequences  # with arrays of the host
+    return sequences(
+        slots=slots,
+        place=place,
+        step=step,
+        is_done=is_done,
+        seeds=seeds,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        end_ids=end_ids.astype(np.int32),
+    )

@@ -68,20 +68,14 @@ class TextDecoder:
         """Generates a text for each prompt; see `Generator.generate`."""
         encoded = [self._encode(prompt, settings) for prompt in prompts]
         made: dict[int, Generation] = {}
-        # The texts of a batch end with the same tokens.
-        by_ends: dict[tuple[int, ...], list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            by_ends.setdefault(self._own(prompt)[1], []).append(i)
-        for ends, some in by_ends.items():
-            # Prompts of similar length share a batch, which so has little padding.
-            order = sorted(some, key=lambda i: len(encoded[i][0].token_ids))
-            for numbers in itertools.batched(order, batch_size):
-                requests = [encoded[i][0] for i in numbers]
-                batch = Batch(self.decoder, requests, settings, ends)
-                while not batch.is_done:
-                    batch.advance()
-                for i, answer in zip(numbers, batch.answers, strict=True):
-                    made[i] = _generation(prompts[i], encoded[i][1], answer)
+        # Prompts of similar length share a batch, which so has little padding.
+        order = sorted(range(len(prompts)), key=lambda i: len(encoded[i][0].token_ids))
+        for numbers in itertools.batched(order, batch_size):
+            batch = Batch.of(self.decoder, [encoded[i][0] for i in numbers])
+            while not batch.is_done:
+                batch.advance()
+            for i, answer in zip(numbers, batch.answers, strict=True):
+                made[i] = _generation(prompts[i], encoded[i][1], answer)
         return [made[i] for i in range(len(prompts))]
 
     def stream(self, prompt: Prompt, settings: GenerationSettings) -> Iterator[str]:
@@ -89,8 +83,7 @@ class TextDecoder:
         request, text = self._encode(prompt, settings)
         positions = self.decoder.spec.config.max_positions
         shape = chat_shape(len(request.token_ids), request.max_new_tokens, positions)
-        ends = self._own(prompt)[1]
-        batch = Batch(self.decoder, [request], settings, ends, shape)
+        batch = Batch.of(self.decoder, [request], shape)
         done = ""
         (answer,) = batch.answers
         while not batch.is_done:
@@ -122,6 +115,10 @@ class TextDecoder:
             slot=self.slots[prompt.adapter],
             seed=settings.seed if prompt.seed is None else prompt.seed,
             max_new_tokens=min(settings.max_new_tokens, positions - len(token_ids)),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            end_ids=ends,
             num_until_stop=text.num_until_stop,
         )
         return request, text

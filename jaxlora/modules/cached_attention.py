@@ -32,8 +32,7 @@ def cached_attention(
     k: Float[Array, "B S HK E"],
     v: Float[Array, "B S HK E"],
     cache: LayerCache,
-    place: Int[Array, ""],
-    starts: Int[Array, " B"],
+    place: Int[Array, " B"],
     scoring: Scoring,
     sinks: Float[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "B S H E"], LayerCache]:
@@ -44,9 +43,9 @@ def cached_attention(
         k: Keys of the new tokens.
         v: Values of the new tokens.
         cache: The tokens before.
-        place: Place in the cache of the first new token, the same for all sequences.
-        starts: Place in the cache of each sequence's first token. Places before it are
-            padding. The output for a query at such a place means nothing.
+        place: Number of tokens before of each sequence, whose first new token has this
+            place in the cache. Padding comes after the new tokens. Its output means
+            nothing, and further tokens take its places before they are attended to.
         scoring: Settings of the scores.
         sinks: See `packed_attention`.
 
@@ -61,9 +60,9 @@ def cached_attention(
         "bsgre,bgce->bgrsc", grouped, cache.keys, preferred_element_type=jnp.float32
     )
     scores = softcap(scores * scoring.scale_of(head_dim), scoring.softcap)
-    own, other = place + jnp.arange(num_new), jnp.arange(num_tokens)
-    back = own[:, None] - other
-    mask = (back >= 0) & (other >= starts[:, None])[:, None]
+    own = place[:, None] + jnp.arange(num_new)
+    back = own[:, :, None] - jnp.arange(num_tokens)
+    mask = back >= 0
     if scoring.window is not None:
         mask &= back < scoring.window
     scores = jnp.where(mask[:, None, None], scores, _MASKED)
@@ -79,6 +78,9 @@ def cached_attention(
 def _put(
     cached: Float[Array, "B HK C E"],
     new: Float[Array, "B S HK E"],
-    place: Int[Array, ""],
+    place: Int[Array, " B"],
 ) -> Float[Array, "B HK C E"]:
-    return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, place, 0))
+    def put(cached, new, place):
+        return jax.lax.dynamic_update_slice(cached, new, (0, place, 0))
+
+    return jax.vmap(put)(cached, new.swapaxes(1, 2), place)

@@ -133,7 +133,7 @@ def cached_gated_delta(
     weights: DeltaWeights,
     shape: DeltaShape,
     cache: DeltaCache,
-    is_padding: Bool[Array, "B S"],
+    num_new: Int[Array, " B"],
 ) -> tuple[Float[Array, "T H E"], DeltaCache]:
     """Runs S further rows of each sequence; for generation.
 
@@ -142,28 +142,32 @@ def cached_gated_delta(
         weights: Frozen weights.
         shape: Sizes.
         cache: What was kept of the rows before.
-        is_padding: Whether a row is padding, which comes before a sequence.
+        num_new: Number of rows of each sequence, after which padding comes.
 
     Returns:
         The output of each row, and the cache with the new rows.
     """
-    num_sequences, num_rows = is_padding.shape
-    segment_ids = jnp.where(is_padding, -1, 0)
+    num_sequences = len(num_new)
+    num_rows = len(given.mixed) // num_sequences
 
-    def run(given, cache, segment_ids):
-        new = jnp.where(segment_ids[:, None] < 0, 0, given.mixed)
-        rows = jnp.concatenate([cache.mixed, new])
+    def run(given, cache, num_new):
+        rows = jnp.concatenate([cache.mixed, given.mixed])
         kept = len(cache.mixed)
-        mixed = short_convolution(rows, weights.conv, jnp.zeros(len(rows), jnp.int32))
+        segment_ids = jnp.zeros(len(rows), jnp.int32)
+        mixed = short_convolution(rows, weights.conv, segment_ids)
         rule = _rule_inputs(mixed[kept:], given, weights, shape)
-        given = _without_padding(rule, segment_ids), segment_ids, cache.state
-        out, state = _run_chunks(*given, min(CHUNK_TOKENS, num_rows), before=0)
-        return out, DeltaCache(rows[num_rows:], state)
+        # Padding is of the same segment, as S must pass through it.
+        is_padding = jnp.arange(num_rows) >= num_new
+        rule = _without_padding(rule, jnp.where(is_padding, -1, 0))
+        size = min(CHUNK_TOKENS, num_rows)
+        out, state = _run_chunks(rule, segment_ids[kept:], cache.state, size, before=0)
+        last = jax.lax.dynamic_slice_in_dim(rows, num_new, kept)
+        return out, DeltaCache(last, state)
 
     by_sequence = jax.tree.map(
         lambda x: x.reshape(num_sequences, num_rows, *x.shape[1:]), given
     )
-    out, cache = jax.vmap(run)(by_sequence, cache, segment_ids)
+    out, cache = jax.vmap(run)(by_sequence, cache, num_new)
     return out.reshape(-1, *out.shape[2:]), cache
 
 

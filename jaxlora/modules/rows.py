@@ -9,7 +9,6 @@ import dataclasses
 import typing
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlora.models.config import DeltaShape, GrowingRope, ModelConfig, Rope
@@ -183,16 +182,15 @@ class CachedRows(Rows):
     They lie one sequence after the other, the same number of each.
 
     Attributes:
-        place: Place in the cache of the first new token, the same for all sequences.
-        starts: Place in the cache of each sequence's first token. Places before it are
-            padding.
+        place: Number of tokens before of each sequence.
+        num_new: Number of new tokens of each sequence, after which padding comes.
         caches: For each layer, what it keeps of the tokens before, such as keys and
             values. Once a layer has run, its own has the new tokens, too.
         layer: Number in `caches` of the layer that runs.
     """
 
-    place: Int[Array, ""]
-    starts: Int[Array, " B"]
+    place: Int[Array, " B"]
+    num_new: Int[Array, " B"]
     caches: list[Cache]
     layer: int = 0
 
@@ -202,11 +200,11 @@ class CachedRows(Rows):
 
     def attend(self, q, k, v, scoring, sinks=None):
         """Adds the rows to the cache of the layer, and runs `cached_attention`."""
-        num, cache = len(self.starts), self.caches[self.layer]
+        num, cache = len(self.place), self.caches[self.layer]
         assert isinstance(cache, LayerCache)
         new_q, new_k, new_v = (x.reshape(num, -1, *x.shape[1:]) for x in (q, k, v))
         out, self.caches[self.layer] = cached_attention(
-            new_q, new_k, new_v, cache, self.place, self.starts, scoring, sinks
+            new_q, new_k, new_v, cache, self.place, scoring, sinks
         )
         return out.reshape(q.shape)
 
@@ -214,9 +212,7 @@ class CachedRows(Rows):
         """Runs `cached_gated_delta`, and replaces the cache of the layer."""
         cache = self.caches[self.layer]
         assert isinstance(cache, DeltaCache)
-        num_new = len(given.mixed) // len(self.starts)
-        is_padding = self.place + jnp.arange(num_new) < self.starts[:, None]
         out, self.caches[self.layer] = cached_gated_delta(
-            given, weights, shape, cache, is_padding
+            given, weights, shape, cache, self.num_new
         )
         return out

@@ -1,6 +1,7 @@
 """Datums: the tokens that a caller trains on, and what each position counts."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -139,7 +140,7 @@ class ChosenLoss:
     settings: Mapping[str, float]
 
     @staticmethod
-    def of(name: str, given: Mapping[str, float] | None) -> "ChosenLoss":
+    def of(name: str, given: Mapping[str, Any] | None) -> "ChosenLoss":
         """Checks the settings that a caller gives, and adds the defaults.
 
         Raises:
@@ -155,7 +156,7 @@ class ChosenLoss:
         settings = {}
         for key, value in {**known, **given}.items():
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number or not np.isfinite(value):
+            if not is_number or not math.isfinite(value):
                 raise ConfigError(
                     f"{key}={value!r} of the loss {name} must be a finite number. Set "
                     f"loss_config={{{key!r}: ...}}."
@@ -170,21 +171,30 @@ class ChosenLoss:
             )
         return ChosenLoss(name=name, settings=settings)
 
+    def check(self, datum: Datum) -> None:
+        """Checks that a datum has what this loss reads.
+
+        Raises:
+            DataError: It lacks something.
+        """
+        old, advantages = datum.logprobs, datum.advantages
+        if LOSSES[self.name].has_advantages and (old is None or advantages is None):
+            lacking = "advantages" if advantages is None else "logprobs"
+            raise DataError(
+                f"it has no {lacking}, which the loss {self.name} reads. Give one "
+                "for each position."
+            )
+
     def sample(self, datum: Datum) -> TokenizedSample:
         """Returns a datum as microbatches take it, with what this loss reads.
 
         Raises:
             DataError: The datum lacks what the loss reads.
         """
+        self.check(datum)
         old = advantages = None
         if LOSSES[self.name].has_advantages:
             old, advantages = datum.logprobs, datum.advantages
-            if old is None or advantages is None:
-                lacking = "advantages" if advantages is None else "logprobs"
-                raise DataError(
-                    f"it has no {lacking}, which the loss {self.name} reads. Give one "
-                    "for each position."
-                )
         weights = datum.weights
         if weights is None:
             weights = np.ones(len(datum.tokens), np.float32)

@@ -9,21 +9,23 @@ the one before.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import itertools
 import logging
+import pathlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs, slot_step
+from jaxlora.adapters.optimizer import AdapterState, OptimizerInputs
 from jaxlora.adapters.optimizers.table import ADAMW
-from jaxlora.adapters.parked_slot import ParkedSlot
+from jaxlora.adapters.parked_slot import without_values
 from jaxlora.adapters.targets import Targets, choose_linears
 from jaxlora.common.job_name import BASE
 from jaxlora.common.patterns import Patterns
@@ -32,7 +34,7 @@ from jaxlora.data.pack import JobBatch
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import FrozenModel
 from jaxlora.models.config import is_of_expert, shared_path
-from jaxlora.models.forward import JobLosses, SlotKeys
+from jaxlora.models.forward import JobLosses
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.packed_batch import PackedBatch
 from jaxlora.models.spec import DecoderSpec
@@ -44,18 +46,21 @@ from jaxlora.objectives.sample import TokenizedSample
 from jaxlora.plan.job.kernel_choice import with_choices
 from jaxlora.plan.job.planned_model import with_derived
 from jaxlora.plan.stages import MeshStages
-from jaxlora.programs.program import Program
-from jaxlora.scheduler import Limits, Microbatch, Sample, padded_tokens
-from jaxlora.scheduler.stream.waiting import fill_oldest_first
+from jaxlora.programs.program import announce, counting, finish
+from jaxlora.scheduler import Limits, Microbatch, Sample
+from jaxlora.scheduler.stream.waiting import FairQueue, WaitingBatch
+from jaxlora.session.residence import Residence, Resident, WholeState
+from jaxlora.session.slot_programs import slot_programs
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.feed import TickPacker
 from jaxlora.train.execute.layout import Layout
-from jaxlora.train.execute.step import CompiledSteps
 
 logger = logging.getLogger(__name__)
 
-# Pieces of work that the devices have before the host waits for the first of them.
-_MOST_QUEUED = 2
+# Microbatches that the devices have, beside the one that is queued last, before the
+# host waits for the first of them.
+_MOST_QUEUED = 1
+_MOST_ADAPTERS, _MOST_OF_EXPERTS = 16, 4  # in a microbatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +109,7 @@ class PassCall:
         is_training: Whether it adds to the adapter's gradients.
         given: Metrics that take the place of those that are computed.
         waiting: Numbers of the datums that are not queued.
+        came: When it came, in rows that had run.
         on_result: Called with the result as soon as it is there.
         logprobs: Log-probabilities so far, by number of the datum.
         result: The result; None: it is not there yet.
@@ -114,6 +120,7 @@ class PassCall:
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
     on_result: Callable[[PassResult], None] | None = None
     waiting: list[int] = dataclasses.field(init=False)
+    came: int = 0
     logprobs: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     result: PassResult | None = None
 
@@ -153,28 +160,67 @@ class StepCall:
 Call = PassCall | StepCall
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A piece of work of the device: a microbatch or an optimizer step.
+
+    Attributes:
+        rows: Rows of the microbatch; 0: it is an optimizer step.
+        is_training: Whether it changes the state of adapters.
+        parts: For each datum, in the order of the rows, its call and its number there;
+            for an optimizer step, its call and 0.
+    """
+
+    rows: int
+    is_training: bool
+    parts: tuple[tuple[Call, int], ...]
+
+
+class _InFlight(NamedTuple):
+    """A piece of work that the device has, and the function that takes its results."""
+
+    piece: Piece
+    settle: Callable[[], None]
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
-class OpenAdapter:
-    """An adapter in a slot, or the base.
+class OpenAdapter(Resident):
+    """An adapter that calls are for, or the base.
 
     Attributes:
         name: Its name.
-        slot: Its slot; of the base any one.
-        like: The adapter as it was put there, which says its modules and ranks; the
-            base has none.
+        number: Its number, which no other has.
+        tenant: Whose turn its microbatches take.
         num_steps: Optimizer steps that have changed its weights.
         calls: Calls that are not queued, in their order, by their numbers.
         last_step: The step that was queued last; None: there was none.
-        has_gradients: Whether there are gradients since then.
     """
 
     name: str
-    slot: int
-    like: Adapter
+    number: int
+    tenant: str = ""
     num_steps: int = 0
     calls: dict[int, Call] = dataclasses.field(default_factory=dict)
     last_step: StepCall | None = None
-    has_gradients: bool = False
+
+
+class Kind(enum.Enum):
+    """Kinds of passes, each of which needs a microbatch of its own."""
+
+    TRAINING = enum.auto()
+    FORWARD = enum.auto()
+    BASE = enum.auto()
+
+    @staticmethod
+    def of(one: OpenAdapter, call: PassCall) -> "Kind":
+        """Returns the kind of a call."""
+        if one.name == BASE:
+            return Kind.BASE
+        return Kind.TRAINING if call.is_training else Kind.FORWARD
+
+
+# A datum of a call: its adapter, the call, and its number there.
+Place = tuple[OpenAdapter, PassCall, int]
 
 
 class Engine:
@@ -190,14 +236,28 @@ class Engine:
         table: The slots.
         adapters: The open adapters, by name.
         base: The base, which has forward passes only.
+        queue: Decides which datums run next.
+        on_queued: Called with each piece of work that was given to the device.
+        on_settled: Called with each piece of work whose results are on the host.
     """
 
-    def __init__(self, model: FrozenModel, config: SessionConfig):
+    def __init__(
+        self,
+        model: FrozenModel,
+        config: SessionConfig,
+        *,
+        host_bytes: int | None = None,
+        folder: pathlib.Path | None = None,
+    ):
         """Makes empty slots; programs are compiled, or loaded, when they are needed.
 
         Args:
             model: The base model, on one device.
             config: Settings.
+            host_bytes: Memory of the host for adapters that are in no slot, beyond
+                which those that were used least recently go to files; None: there is
+                no bound.
+            folder: Folder for these files, which is made when it is needed.
 
         Raises:
             ConfigError: No kernels or attention can run the model here, or the targets
@@ -213,67 +273,155 @@ class Engine:
         (stage,) = layout.stages
         (self.table,) = layout.empty_slots().tables
         self.adapters: dict[str, OpenAdapter] = {}
-        self.base = OpenAdapter(name=BASE, slot=0, like=Adapter(modules={}))
-        self._base, self._steps = self.model.params, stage.steps
-        self._step = _step_program(stage.steps)
-        self._sizes = sorted(config.microbatch_tokens)
-        self._limits = Limits(
-            capacity=self._sizes[-1],
-            block_tokens=config.block_tokens,
-            max_jobs=self.spec.options.most_adapters,
-        )
-        self._packer = TickPacker(layout, self._limits)
-        self.lock = threading.RLock()
-        self._in_flight: deque[Callable[[], None]] = deque()
-        self._is_lost = False  # whether a program has taken the slots and left none
         self._numbers = itertools.count()
+        empty = Adapter(modules={})
+        self.base = OpenAdapter(name=BASE, number=next(self._numbers), like=empty)
+        self._base = self.model.params
+        most = _most_adapters(config, self.spec)
+        self._programs = slot_programs(stage.steps, most)
+        sizes = sorted(config.microbatch_tokens)
+        self._limits = Limits(
+            capacity=sizes[-1], block_tokens=config.block_tokens, max_jobs=most
+        )
+        self.queue = FairQueue(self._limits, sizes)
+        self._packer = TickPacker(layout, self._limits)
+        self._residence = Residence(
+            self.table,
+            self._programs,
+            config.slots,
+            min_stay=2 * sizes[-1],
+            host_bytes=host_bytes,
+            folder=folder,
+        )
+        self._room: dict[str, Any] = {"host_bytes": host_bytes, "folder": folder}
+        self.lock = threading.RLock()
+        self.on_queued: Callable[[Piece], None] = lambda piece: None
+        self.on_settled: Callable[[Piece], None] = lambda piece: None
+        self._in_flight: deque[_InFlight] = deque()
+        self._beginning: Piece | None = None  # it was not given to the device yet
+        self._is_lost = False  # whether a program has taken the slots and left none
 
     @property
     def most_tokens(self) -> int:
         """Most positions that a datum may have."""
         return min(self._limits.capacity, self.spec.config.max_positions)
 
+    def prepare(self, *, is_training: bool = False) -> None:
+        """Compiles or loads all programs, so that no call waits for one.
+
+        Args:
+            is_training: Whether forward passes alone are left out.
+        """
+        limits, sizes = self._limits, self.config.microbatch_tokens
+        inputs = _optimizer_inputs(AdamParams(learning_rate=0.0), 0)
+        begun = self._programs.prepare(limits, sizes, inputs, is_training=is_training)
+        every = [*begun]
+        announce(every)
+        with counting(every):
+            finish(every)
+
     # ---- adapters --------------------------------------------------------------------
 
     def open(
-        self, name: str, adapter: Adapter, parked: ParkedSlot | None = None
+        self,
+        name: str,
+        adapter: Adapter,
+        state: WholeState | None = None,
+        *,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> OpenAdapter:
-        """Puts an adapter into a free slot.
+        """Opens an adapter, which gets a slot if one is free, or else with its turn.
 
         Args:
             name: Its name, which no open adapter has.
             adapter: The adapter.
-            parked: Its state, with moments, which continues; None: it starts from the
-                weights of `adapter`.
+            state: Its state, which continues; None: it starts from the weights of
+                `adapter`.
+            tenant: Whose it is; tenants share the device equally.
+            weight: The share of the tenant, in units of other tenants.
 
         Raises:
-            ConfigError: No slot is free, or the slots cannot hold it.
+            ConfigError: The slots cannot hold it.
         """
-        slots = self.spec.slots
-        assert slots is not None and name not in self.adapters
-        taken = {one.slot for one in self.adapters.values()}
-        free = [slot for slot in range(slots.num_slots) if slot not in taken]
-        if not free:
-            raise ConfigError(
-                f"adapter {name!r}: all slots are taken, by {', '.join(self.adapters)}."
-                " Remove one, or set slots when the session is made."
-            )
+        assert name not in self.adapters
         _check_fits(name, adapter, self.spec)
-        if parked is None:
-            self.table.load(free[0], adapter, ADAMW.name)
-        else:
-            self.table.restore(free[0], parked, adapter)
-        self.adapters[name] = OpenAdapter(name=name, slot=free[0], like=adapter)
-        return self.adapters[name]
+        one = OpenAdapter(
+            name=name,
+            number=next(self._numbers),
+            tenant=tenant,
+            like=without_values(adapter),
+            has_gradients=state is not None and state.gradients is not None,
+        )
+        self.queue.weigh(tenant, weight)
+        with self._changing_slots():
+            self._residence.add(one, adapter if state is None else state)
+        self.adapters[name] = one
+        return one
+
+    def check_fits(self, name: str, adapter: Adapter) -> None:
+        """Checks that the slots can hold an adapter.
+
+        Raises:
+            ConfigError: They cannot.
+        """
+        _check_fits(name, adapter, self.spec)
+
+    def anew(self) -> "Engine":
+        """Returns another engine of the same model and settings, without adapters."""
+        return Engine(self.model, self.config, **self._room)
 
     def close(self, one: OpenAdapter) -> None:
-        """Empties the slot of an adapter, whose calls are finished."""
-        self.table.clear(self.adapters.pop(one.name).slot)
+        """Closes an adapter, whose calls are finished."""
+        del self.adapters[one.name]
+        self._residence.remove(one)
+
+    def bring(self, one: OpenAdapter) -> int:
+        """Returns the slot of an adapter, into which it is brought if it is in none.
+
+        It stays there until the engine is used again.
+        """
+        return self._bring([one])[0]
+
+    def park(self, one: OpenAdapter) -> None:
+        """Takes an adapter out of its slot, if it is in one, until its next turn."""
+        with self._changing_slots():
+            self._residence.park(one)
+
+    def begin_reading(self, one: OpenAdapter) -> Callable[[], Adapter]:
+        """Queues a copy of the weights of an adapter, after what is queued.
+
+        Returns:
+            A function that brings the copy to the host; any thread may call it, and
+            the adapter may be trained on before.
+        """
+        return self._residence.begin_reading(one)
+
+    def _bring(self, some: Sequence[OpenAdapter]) -> list[int]:
+        """Brings adapters into slots, and returns these."""
+        busy = {one for one in self.adapters.values() if one.calls}
+        with self._changing_slots():
+            return self._residence.bring(some, busy, self.queue.num_rows)
+
+    @contextlib.contextmanager
+    def _changing_slots(self) -> Iterator[None]:
+        """Notes if a program that changes the slots is broken off."""
+        try:
+            yield
+        except BaseException:
+            self._is_still(self.table.state)
+            raise
+
+    def begin_copy(self, one: OpenAdapter) -> Callable[[], WholeState]:
+        """Queues a copy of all that an adapter goes on with; see `begin_reading`."""
+        return self._residence.begin_copy(one)
 
     # ---- calls -----------------------------------------------------------------------
 
     def submit(self, one: OpenAdapter, call: Call) -> None:
         """Adds a call to those of an adapter."""
+        if isinstance(call, PassCall):
+            call.came = self.queue.num_rows
         one.calls[next(self._numbers)] = call
 
     def finish(self, one: OpenAdapter) -> None:
@@ -285,9 +433,68 @@ class Engine:
         self._check_is_whole()
         while one.calls:
             self.advance()
+        self.drain()
+
+    def drain(self) -> None:
+        """Waits for the results of all that the device has.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
         with _device_errors():
             while self._in_flight:
                 self._settle()
+
+    @property
+    def unsettled(self) -> list[Piece]:
+        """The pieces of work without results: after an error, the cause is in them."""
+        begun = [] if self._beginning is None else [self._beginning]
+        return [one.piece for one in self._in_flight] + begun
+
+    # ---- work in a given order -------------------------------------------------------
+
+    def run_layout(
+        self,
+        rows: int,
+        places: Sequence[Place | tuple[str, int]],
+    ) -> None:
+        """Queues a microbatch whose datums lie as in an earlier one.
+
+        Each adapter gets the gradients, in bits, that it has got from a microbatch of
+        this program in which its datums were in the same rows.
+
+        Args:
+            rows: Rows of the microbatch, which are one of the sizes.
+            places: For each datum, in the order of the rows, its adapter, its call and
+                its number among the waiting ones there; or, for rows that stay empty,
+                the name of an adapter and the number of tokens.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        self._check_is_whole()
+        with _device_errors():
+            self._queue_rows(places, rows)
+
+    def run_step(self, one: OpenAdapter) -> None:
+        """Queues the optimizer step that is the next call of an adapter.
+
+        Raises:
+            DeviceError: As for `advance`.
+        """
+        self._check_is_whole()
+        with _device_errors():
+            self._queue_step(one, next(iter(one.calls)))
+
+    def size_for(self, num_tokens: int) -> int:
+        """Returns the smallest size of microbatches that holds so many tokens."""
+        padded = self._limits.padded(num_tokens)
+        return next(size for size in self.sizes if size >= padded)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes of microbatches, in ascending order."""
+        return sorted(self.config.microbatch_tokens)
 
     def advance(self) -> bool:
         """Does the next piece of work: queues a step or a microbatch, or waits for one.
@@ -321,85 +528,128 @@ class Engine:
             if number is not None and isinstance(one.calls[number], StepCall):
                 self._queue_step(one, number)
                 return True
-        if ready := sorted(self._ready_passes(), key=lambda found: found[0]):
-            self._queue_passes([(one, call) for _, one, call in ready])
+        places: list[Place] = []
+        if waiting := [*self._waiting(places)]:
+            self._queue_passes(waiting, places)
             return True
         if self._in_flight:
             self._settle()
             return True
         return False
 
-    def _ready_passes(self) -> Iterator[tuple[int, OpenAdapter, PassCall]]:
-        """Yields the calls before the next optimizer step of each adapter."""
+    def _waiting(self, places: list[Place]) -> Iterator[WaitingBatch]:
+        """Yields the datums that can run before the next step of each adapter.
+
+        Args:
+            places: Gets the place of each datum; the index of a sample is its number.
+        """
         for one in (self.base, *self.adapters.values()):
-            for number, call in one.calls.items():
+            found: dict[Kind, list[Place]] = {}
+            for call in one.calls.values():
                 if isinstance(call, StepCall):
                     break
-                yield number, one, call
+                own = ((one, call, number) for number in call.waiting)
+                found.setdefault(Kind.of(one, call), []).extend(own)
+            for kind, own in found.items():
+                samples = [
+                    Sample(
+                        owner=one.number,
+                        batch=0,
+                        index=index,
+                        num_tokens=len(call.samples[number].token_ids),
+                    )
+                    for index, (_, call, number) in enumerate(own, len(places))
+                ]
+                places += own
+                first = own[0][1]
+                is_part = len(first.waiting) < len(first.samples)
+                yield WaitingBatch(
+                    tenant=one.tenant,
+                    kind=kind,
+                    samples=samples,
+                    came=min(call.came for _, call, _ in own),
+                    has_begun=is_part or (kind is Kind.TRAINING and one.has_gradients),
+                    is_near=one is self.base or one.slot is not None,
+                )
 
     # ---- work on the device ----------------------------------------------------------
 
-    def _queue_passes(self, ready: Sequence[tuple[OpenAdapter, PassCall]]) -> None:
-        """Queues a microbatch with datums of some calls, the oldest first."""
-        oldest, is_training = ready[0][0], ready[0][1].is_training
-        waiting = [
-            (one, call, number)
-            for one, call in ready
-            if call.is_training is is_training
-            and (one is self.base) is (oldest is self.base)
-            for number in call.waiting
-        ]
-        every = [call.samples[number] for _, call, number in waiting]
-        samples = [
-            Sample(owner=one.slot, batch=0, index=i, num_tokens=len(every[i].token_ids))
-            for i, (one, *_) in enumerate(waiting)
-        ]
-        batches = {
-            one.slot: JobBatch(
-                slot=one.slot, step=0, samples=every, weight=1.0, objective=DATUM
+    def _queue_passes(
+        self, waiting: Sequence[WaitingBatch], places: Sequence[Place]
+    ) -> None:
+        """Queues a microbatch with some of the datums that wait.
+
+        Args:
+            waiting: The datums.
+            places: The place of each.
+        """
+        turn = self.queue.next(waiting)
+        chosen = [places[sample.index] for sample in turn.microbatch]
+        self._queue_rows(chosen, turn.rows)
+
+    def _queue_rows(self, places: Sequence[Place | tuple[str, int]], rows: int) -> None:
+        """Queues a microbatch; arguments as for `run_layout`."""
+        samples: list[Sample] = []
+        own: list[Place] = []
+        # Rows know their slot by its place among those that are taken.
+        owners: dict[OpenAdapter | str, int] = {}
+        for place in places:
+            index, owner = len(own), place[0]
+            if len(place) == 3:
+                num_tokens = len(place[1].samples[place[2]].token_ids)
+                own.append(place)
+            else:
+                num_tokens = place[1]
+            number = owners.setdefault(owner, len(owners))
+            samples.append(
+                Sample(owner=number, batch=0, index=index, num_tokens=num_tokens)
             )
-            for one, *_ in waiting
+        some = list(dict.fromkeys(one for one, _, _ in own))
+        every = [call.samples[number] for _, call, number in own]
+        batches = {
+            owners[one]: JobBatch(
+                slot=owners[one], step=0, samples=every, weight=1.0, objective=DATUM
+            )
+            for one in some
         }
-        chosen = fill_oldest_first(samples, self._limits)
-        tokens = padded_tokens(chosen, self._limits)
-        rows = next(size for size in self._sizes if size >= tokens)
-        run = self._evaluate_base if oldest is self.base else self._evaluate
-        run = self._accumulate if is_training else run
+        kind = Kind.of(*own[0][:2])
+        slots: dict[OpenAdapter | str, int] = {}
+        if kind is not Kind.BASE:
+            slots |= zip(some, self._bring(some), strict=True)
+        taken = self._programs.taken(
+            [slots.get(one) for one in owners], self.config.slots
+        )
+        run = functools.partial(self._run, kind, taken)
         lengths = lambda sample: (sample.num_tokens,)
         try:
-            for (part,) in self._packer.split((chosen,), lengths, rows):
-                places = [waiting[sample.index] for sample in part]
-                self._queue_microbatch(run, part, places, batches, rows)
+            for (part,) in self._packer.split((tuple(samples),), lengths, rows):
+                mine = [own[s.index] for s in part if s.owner in batches]
+                self._queue_microbatch(run, part, mine, batches, rows)
         finally:
-            for one in {id(one): one for one, _ in ready}.values():
+            for one in some:
                 for number in [n for n, c in one.calls.items() if _is_queued(c)]:
                     del one.calls[number]
 
-    def _accumulate(self, rows: PackedBatch) -> JobLosses:
-        """Queues both passes of rows."""
-        table, state = self.table, self.table.state
-        pending, losses, _ = self._steps.accumulate(
+    def _run(self, kind: Kind, slots: np.ndarray, rows: PackedBatch) -> JobLosses:
+        """Queues the passes of rows."""
+        table, programs = self.table, self._programs
+        if kind is not Kind.TRAINING:
+            base = kind is Kind.BASE
+            own = table.of_reference if base else (table.weights, table.settings)
+            return programs.evaluate(self._base, *own, slots, rows)
+        state = table.state
+        pending, losses = programs.accumulate(
             *(self._base, state.params, state.pending),
-            *(table.settings, rows, SlotKeys()),
+            *(table.settings, slots, rows),
         )
         table.state = dataclasses.replace(state, pending=pending)
         return losses
-
-    def _evaluate(self, rows: PackedBatch) -> JobLosses:
-        """Queues a forward pass of rows."""
-        weights, settings = self.table.weights, self.table.settings
-        return self._steps.evaluate(self._base, weights, settings, rows, SlotKeys())
-
-    def _evaluate_base(self, rows: PackedBatch) -> JobLosses:
-        """Queues a forward pass of rows without adapters."""
-        weights, settings = self.table.of_reference
-        return self._steps.evaluate(self._base, weights, settings, rows, SlotKeys())
 
     def _queue_microbatch(
         self,
         run: Callable[[PackedBatch], JobLosses],
         microbatch: Microbatch,
-        places: Sequence[tuple[OpenAdapter, PassCall, int]],
+        places: Sequence[Place],
         batches: Mapping[int, JobBatch],
         rows: int,
     ) -> None:
@@ -407,13 +657,19 @@ class Engine:
 
         Args:
             run: Queues its passes.
-            microbatch: Its samples.
-            places: For each of them, its adapter, its call, and its number there.
-            batches: The datums, by slot.
+            microbatch: Its samples, and those whose rows stay empty.
+            places: For each of its samples, its adapter, its call, and its number
+                there.
+            batches: The datums, by the place of their slot among those that are taken.
             rows: Rows of the microbatch.
         """
         packed = self._packer.pack((microbatch,), batches, rows)
         uploaded = self._packer.upload(packed)[0]
+        self._beginning = Piece(
+            rows=rows,
+            is_training=places[0][1].is_training,
+            parts=tuple((call, number) for _, call, number in places),
+        )
         before = self.table.state
         try:
             for _, call, number in places:
@@ -428,7 +684,8 @@ class Engine:
             raise
         for one, call, _ in places:
             one.has_gradients |= call.is_training
-        ends = np.cumsum([sample.num_tokens for sample in microbatch])[:-1]
+        lengths = [len(call.samples[number].token_ids) for _, call, number in places]
+        ends = np.cumsum(lengths)[:-1]
         is_row = packed.segment_ids >= 0
 
         def settle() -> None:
@@ -455,11 +712,13 @@ class Engine:
             self._settle()
         table, call = self.table, one.calls[number]
         assert isinstance(call, StepCall)
+        slot = np.int32(self._bring([one])[0])
         inputs = _optimizer_inputs(call.params, one.num_steps)
         before, num_steps = table.state, one.num_steps
-        given = before, np.int32(one.slot), inputs, table.settings["rank"]
+        self._beginning = Piece(rows=0, is_training=True, parts=((call, 0),))
         try:
-            table.state, result = self._step(*given)
+            given = before, slot, inputs, table.settings["rank"]
+            table.state, result = self._programs.step(*given)
         except BaseException:
             self._is_still(before)  # then the step is still the next call
             raise
@@ -485,14 +744,28 @@ class Engine:
         self._note(settle)
 
     def _note(self, settle: Callable[[], None]) -> None:
-        self._in_flight.append(settle)
-        while len(self._in_flight) > _MOST_QUEUED:
+        """Notes that the device has the piece of work that was begun last.
+
+        It waits until the device has not too much work. Steps that follow the last
+        microbatch that has ended are waited for, too, as they take little time and
+        their adapters can go on.
+        """
+        assert self._beginning is not None
+        piece, self._beginning = self._beginning, None
+        flight = self._in_flight
+        flight.append(_InFlight(piece, settle))
+        self.on_queued(piece)
+        while piece.rows and sum(one.piece.rows > 0 for one in flight) > _MOST_QUEUED:
             self._settle()
+            while not flight[0].piece.rows:
+                self._settle()
 
     def _settle(self) -> None:
         """Waits for the oldest piece of work that is queued, and takes its results."""
-        self._in_flight[0]()  # it stays if it is interrupted while it waits
+        oldest = self._in_flight[0]
+        oldest.settle()  # it stays if it is interrupted while it waits
         self._in_flight.popleft()
+        self.on_settled(oldest.piece)
 
 
 @contextlib.contextmanager
@@ -507,15 +780,6 @@ def _device_errors() -> Iterator[None]:
             "microbatch_tokens, slots or rank, or set remat. This session cannot go "
             "on: make another, and load what was saved."
         ) from error
-
-
-@functools.lru_cache(maxsize=32)
-def _step_program(steps: CompiledSteps) -> Program:
-    """Returns the optimizer step of a slot, which sessions of a process share."""
-    arguments = steps.arguments
-    step = functools.partial(slot_step, linears=arguments.spec.linears_of_stacks)
-    takes, gives = ("state", "slot", "inputs", "rank"), ("state", "result")
-    return arguments.program("optimizer step of a slot", step, takes, gives)
 
 
 def _is_queued(call: Call) -> bool:
@@ -548,7 +812,6 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     linears = choose_linears(targets, linear_names(model.config), Patterns(where))
     adapts_experts = any(map(is_of_expert, linears))
     scaled = max(1, config.rank // chosen_experts(model.config))
-    most = config.adapters_per_microbatch
     spec = DecoderSpec(
         config=model.config,
         options=DecoderOptions(
@@ -557,7 +820,6 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
             remat=config.remat,
             max_segment_tokens=max(config.microbatch_tokens),
             objectives=(DATUM.name,),
-            most_adapters=most if adapts_experts and most < config.slots else None,
         ),
         slots=SlotShape(
             num_slots=config.slots,
@@ -576,6 +838,14 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
     )
     logger.info("%s", said)
     return spec
+
+
+def _most_adapters(config: SessionConfig, spec: DecoderSpec) -> int:
+    """Returns the most adapters in a microbatch."""
+    most = config.adapters_per_microbatch
+    if most is None:
+        most = _MOST_OF_EXPERTS if spec.expert_slots is not None else _MOST_ADAPTERS
+    return min(most, config.slots)
 
 
 def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:

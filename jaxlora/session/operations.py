@@ -5,7 +5,7 @@
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.export_record import ExportRecord
@@ -46,7 +46,7 @@ def pass_call(
     samples = []
     for number, datum in enumerate(data):
         try:
-            _check(engine, datum)
+            check_datum(engine, datum)
             samples.append(loss.sample(datum))
         except JaxloraError as error:
             raise type(error)(f"datum {number}: {error}") from None
@@ -55,7 +55,12 @@ def pass_call(
     return PassCall(samples=samples, is_training=is_training, given=metrics or {})
 
 
-def _check(engine: Engine, datum: Datum) -> None:
+def check_datum(engine: Engine, datum: Datum) -> None:
+    """Checks that a model can read a datum.
+
+    Raises:
+        DataError: It is too long for a microbatch, or has tokens that the model lacks.
+    """
     if not isinstance(datum, Datum):
         raise DataError(f"it is {datum!r:.60}. Give a jaxlora.Datum.")
     most, size = engine.most_tokens, engine.model.config.vocab_size
@@ -107,26 +112,39 @@ def new_adapter(
     return fresh_adapter(job, modules, kernels, model.dtype)
 
 
-def open_saved(engine: Engine, name: str, path: str | os.PathLike) -> OpenAdapter:
+def open_saved(
+    engine: Engine,
+    name: str,
+    path: str | os.PathLike,
+    *,
+    with_optimizer: bool = True,
+    tenant: str = "",
+    weight: float = 1.0,
+) -> OpenAdapter:
     """Opens an adapter from a PEFT folder, or from the file of a whole state.
 
     Args:
         engine: The engine.
         name: The adapter's name.
         path: The folder or file.
+        with_optimizer: Whether moments, gradients and step go on, if the file has
+            them.
+        tenant: See `Engine.open`, and for `weight`.
+        weight: The share of the tenant.
 
     Raises:
-        JaxloraError: It cannot be read or does not fit the model, or no slot is free
-            for such an adapter.
+        JaxloraError: It cannot be read or does not fit the model or the slots.
     """
     path, model = pathlib.Path(path), engine.model
     if path.is_dir():
         adapter = import_peft(path, linear_shapes(model.config))
         adapter.check_base(model.config)
-        return engine.open(name, adapter)
-    adapter, parked, num_steps = read_state(path, model.fingerprint)
-    one = engine.open(name, adapter, parked)
-    one.num_steps = num_steps
+        return engine.open(name, adapter, tenant=tenant, weight=weight)
+    saved = read_state(path, model.fingerprint)
+    state = saved.state if with_optimizer else None
+    one = engine.open(name, saved.adapter, state, tenant=tenant, weight=weight)
+    if with_optimizer:
+        one.num_steps = saved.num_steps
     return one
 
 
@@ -144,24 +162,57 @@ def save_folder(
     Raises:
         JaxloraError: The folder cannot be written.
     """
-    model = engine.model
-    export_peft(
-        engine.table.begin_reading(one.slot, one.like)(),
-        folder,
-        base_model=model.source,
-        revision=model.revision,
-        linear_names=linear_names(model.config),
-        model_type=model.config.model_type,
-        overwrite=overwrite,
-        record=ExportRecord(job=one.name, step=one.num_steps),
-    )
+    begin_folder(engine, one, overwrite=overwrite)(folder)
+
+
+def begin_folder(
+    engine: Engine, one: OpenAdapter, *, overwrite: bool = False
+) -> Callable[[pathlib.Path], None]:
+    """Queues a copy of an adapter, of which `save_folder` tells the rest.
+
+    Returns:
+        A function that writes the folder; any thread may call it, and the adapter may
+        be trained on before.
+    """
+    model, num_steps = engine.model, one.num_steps
+    copy = engine.begin_reading(one)
+
+    def write(folder: pathlib.Path) -> None:
+        export_peft(
+            copy(),
+            folder,
+            base_model=model.source,
+            revision=model.revision,
+            linear_names=linear_names(model.config),
+            model_type=model.config.model_type,
+            overwrite=overwrite,
+            record=ExportRecord(job=one.name, step=num_steps),
+        )
+
+    return write
 
 
 def save_state_file(engine: Engine, one: OpenAdapter, path: pathlib.Path) -> None:
-    """Writes the whole state of a finished adapter into a file.
+    """Writes the whole state of a finished adapter into a file, gradients included.
 
     Raises:
         StorageError: It cannot be written; an old file is unchanged.
     """
-    parked, base = engine.table.copy(one.slot), engine.model.fingerprint
-    write_state(path, one.like, parked, one.num_steps, base)
+    begin_state_file(engine, one)(path)
+
+
+def begin_state_file(
+    engine: Engine, one: OpenAdapter
+) -> Callable[[pathlib.Path], None]:
+    """Queues a copy of the state of an adapter, of which `save_state_file` tells more.
+
+    Returns:
+        A function that writes the file; any thread may call it, and the adapter may be
+        trained on before.
+    """
+    copy, base, num_steps = (
+        engine.begin_copy(one),
+        engine.model.fingerprint,
+        one.num_steps,
+    )
+    return lambda path: write_state(path, one.like, copy(), num_steps, base)

@@ -1,17 +1,13 @@
 """Samples from an immutable copy of an adapter, which later steps do not change."""
 
 import dataclasses
-import functools
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.data.tokenizer import Tokenizer
 from jaxlora.errors import ConfigError
@@ -19,19 +15,17 @@ from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.api import generation_settings
 from jaxlora.generate.batch import Answer, Batch, Request
 from jaxlora.generate.generator import end_ids
-from jaxlora.generate.loaded import NO_ADAPTER, LoadedDecoder, LoadedStage
+from jaxlora.generate.loaded import NO_ADAPTER, LoadedDecoder
 from jaxlora.generate.prompt import FinishReason, Prompt, errors_in, prompt_ids
 from jaxlora.hf.load import FrozenModel
-from jaxlora.models.options import DecoderOptions
-from jaxlora.models.spec import DecoderSpec
-from jaxlora.modules.trained_tensors import tensor_of
+from jaxlora.models.config import ModelConfig
 from jaxlora.session.datum import token_ids
 from jaxlora.session.engine import Engine, OpenAdapter
+from jaxlora.session.published import Published
 
 # A text, or token ids.
 TokenPrompt = str | Sequence[int] | np.ndarray
 
-_COPY = NO_ADAPTER + 1  # the slot of the copy, beside the empty one of the base
 _MOST_ROWS = 32  # sequences that are generated together
 
 
@@ -127,11 +121,11 @@ class Sampler:
         made: dict[int, Completion] = {}
         for numbers in itertools.batched(order, _MOST_ROWS):
             some = [requests[i] for i in numbers]
-            batch = Batch(self._decoder, some, chosen, tuple(end_tokens))
+            batch = Batch.of(self._decoder, some)
             while not batch.is_done:
                 batch.advance()
             for i, answer in zip(numbers, batch.answers, strict=True):
-                made[i] = _completion(requests[i], answer)
+                made[i] = completion_of(requests[i].token_ids.tolist(), answer)
         every = [made[i] for i in range(len(requests))]
         return [list(some) for some in itertools.batched(every, num_samples)]
 
@@ -139,19 +133,7 @@ class Sampler:
         config = self._model.config
         if isinstance(prompt, str):
             return prompt_ids(Prompt(prompt), self._tokenizer(), config.max_positions)
-        found = token_ids(prompt)
-        ids = [] if found is None else found.tolist()
-        if not ids or max(ids) >= config.vocab_size:
-            raise ConfigError(
-                f"it must be a text, or a list of one token id or more, each from 0 to "
-                f"{config.vocab_size - 1}, and is {prompt!r:.60}."
-            )
-        if len(ids) >= config.max_positions:
-            raise ConfigError(
-                f"it has {len(ids)} tokens, and the model has positions for "
-                f"{config.max_positions} with the completion. Shorten it."
-            )
-        return ids
+        return check_prompt_ids(prompt, config)
 
     def _request(
         self,
@@ -160,9 +142,6 @@ class Sampler:
         number: int,
         end_tokens: Sequence[int],
     ) -> Request:
-        seed = settings.seed
-        if number:  # of the further samples; a sum would meet those of the next seed
-            seed = zlib.crc32(f"{seed} {number}".encode()) >> 1
         until_stop = None
         if settings.stop:
             tokenizer = self._tokenizer()
@@ -172,16 +151,56 @@ class Sampler:
         return Request(
             token_ids=np.array(ids, np.int32),
             slot=self._slot,
-            seed=seed,
+            seed=seed_of_sample(settings.seed, number),
             max_new_tokens=min(settings.max_new_tokens, left),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            end_ids=tuple(end_tokens),
             num_until_stop=until_stop,
         )
 
 
-def _completion(request: Request, answer: Answer) -> Completion:
+def seed_of_sample(seed: int, number: int) -> int:
+    """Returns the seed of one of the samples of a prompt, from 0 to 2^31 - 1."""
+    if number:  # a sum would meet the samples of the next seed
+        return zlib.crc32(f"{seed} {number}".encode()) >> 1
+    return seed & (2**31 - 1)
+
+
+def check_prompt_ids(
+    prompt: Any, config: ModelConfig, *, is_continued: bool = True
+) -> list[int]:
+    """Returns the tokens of a prompt.
+
+    Args:
+        prompt: The tokens.
+        config: The model.
+        is_continued: Whether tokens are generated after it.
+
+    Raises:
+        ConfigError: They are no tokens of the model, or too many.
+    """
+    found = token_ids(prompt)
+    ids = [] if found is None else found.tolist()
+    if not ids or max(ids) >= config.vocab_size:
+        raise ConfigError(
+            f"it must be a text, or a list of one token id or more, each from 0 to "
+            f"{config.vocab_size - 1}, and is {prompt!r:.60}."
+        )
+    if len(ids) + is_continued > config.max_positions:
+        raise ConfigError(
+            f"it has {len(ids)} tokens, and the model has positions for "
+            f"{config.max_positions} with the completion. Shorten it."
+        )
+    return ids
+
+
+def completion_of(prompt: Sequence[int], answer: Answer) -> Completion:
+    """Returns an answer that has ended as a completion of its prompt."""
     assert answer.finish_reason is not None
     return Completion(
-        prompt=tuple(request.token_ids.tolist()),
+        prompt=tuple(prompt),
         tokens=tuple(answer.token_ids),
         logprobs=tuple(answer.logprobs),
         finish_reason=answer.finish_reason,
@@ -193,49 +212,14 @@ def publish(
 ) -> Sampler:
     """Copies an adapter's weights on the device, for a sampler.
 
-    Matrices are rounded to the model's dtype, as training does for its products.
-
     Args:
         engine: The engine.
         one: The adapter, without calls that wait, or the base.
         tokenizer: See `Sampler`.
     """
-    spec = _sampling_spec(engine.spec)
-    settings = SettingsTable(spec)
-    settings.set({_COPY: one.like})
-    slot = NO_ADAPTER if one is engine.base else _COPY
-    stage = LoadedStage(
-        spec=spec,
-        base=engine.model.params,
-        adapters=_copier(engine.spec)(engine.table.weights, np.int32(one.slot)),
-        settings=settings.settings,
-    )
-    decoder = LoadedDecoder(stages=(stage,))
-    return Sampler(decoder, slot, engine.model, tokenizer)
-
-
-@functools.lru_cache(maxsize=16)
-def _copier(spec: DecoderSpec) -> Any:
-    """Returns a program that copies a slot beside an empty one."""
-
-    def copy(weights: Any, slot: jax.Array) -> Any:
-        found = {}
-        for name, table in weights.items():
-            dtype = spec.options.dtype if tensor_of(name).is_matrix else table.dtype
-            own = table[slot].astype(dtype)
-            found[name] = jnp.stack([jnp.zeros_like(own), own])
-        return found
-
-    return jax.jit(copy)
-
-
-def _sampling_spec(spec: DecoderSpec) -> DecoderSpec:
-    """Returns the decoder that generates, for all adapters of a session."""
-    assert spec.slots is not None
-    options = DecoderOptions(
-        dtype=spec.options.dtype,
-        base_format=spec.options.base_format,
-        max_segment_tokens=1,
-    )
-    slots = dataclasses.replace(spec.slots, num_slots=_COPY + 1)
-    return dataclasses.replace(spec, options=options, slots=slots)
+    published, slot = Published(engine, 1), NO_ADAPTER
+    if one is not engine.base:
+        published.publish(one.name, one)
+        slot = published.pin(published.version(one.name))
+        assert slot is not None
+    return Sampler(published.decoder, slot, engine.model, tokenizer)

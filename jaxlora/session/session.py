@@ -168,8 +168,8 @@ class Session:
             seed: Random seed of its first weights.
 
         Raises:
-            ConfigError: A setting cannot be used, the name is taken, or no slot is free
-                for such an adapter.
+            ConfigError: A setting cannot be used, the name is taken, or the slots
+                cannot hold such an adapter.
         """
         adapter = new_adapter(
             self._engine,
@@ -194,8 +194,8 @@ class Session:
             path: The folder or file.
 
         Raises:
-            JaxloraError: It cannot be read or does not fit the model, the name is
-                taken, or no slot is free for such an adapter.
+            JaxloraError: It cannot be read or does not fit the model or the slots, or
+                the name is taken.
         """
         open_saved(self._engine, self._new_name(name), path)
 
@@ -220,8 +220,7 @@ class Session:
     def save_state(self, name: str, path: str | os.PathLike) -> None:
         """Writes the whole state of an adapter into a file, after all calls for it.
 
-        Gradients that no `optim_step` has used yet are not part of it, which the log
-        says.
+        Gradients that no `optim_step` has used yet are part of it.
 
         Args:
             name: The adapter.
@@ -230,17 +229,11 @@ class Session:
         Raises:
             JaxloraError: There is no such adapter, or the file cannot be written.
         """
-        one = self._finished(name)
-        if one.has_gradients:
-            logger.warning(
-                "adapter %s is saved without the gradients since its last optim_step",
-                name,
-            )
-        save_state_file(self._engine, one, pathlib.Path(path))
+        save_state_file(self._engine, self._finished(name), pathlib.Path(path))
 
     @_alone
     def remove(self, name: str) -> None:
-        """Removes an adapter after all calls for it, so that its slot is free.
+        """Removes an adapter after all calls for it.
 
         Raises:
             ConfigError: There is no such adapter.

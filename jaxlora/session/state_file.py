@@ -1,5 +1,10 @@
-"""A file with the whole state of an adapter: weights, moments and its step."""
+"""A file with the whole state of an adapter.
 
+It has weights, moments, gradients that no optimizer step has used yet, and the number
+of steps.
+"""
+
+import dataclasses
 import pathlib
 from typing import Annotated, Any
 
@@ -14,6 +19,7 @@ from jaxlora.common.atomic import new_file
 from jaxlora.common.json_file import check_regular_file, cut
 from jaxlora.errors import CheckpointError
 from jaxlora.run.saved_fields import STRICT, Count, OneLine
+from jaxlora.session.residence import PENDING, Gradients, WholeState
 
 _KEY = "jaxlora_session"  # of our part of the file's metadata
 
@@ -26,6 +32,8 @@ class _Header(pydantic.BaseModel):
         base: Fingerprint of the base model.
         num_steps: Optimizer steps behind the weights.
         adapter: The adapter, whose arrays are shapes.
+        is_finite: Whether the losses behind its gradients are finite; None: the file
+            has no gradients.
     """
 
     model_config = STRICT
@@ -34,27 +42,51 @@ class _Header(pydantic.BaseModel):
     base: OneLine
     num_steps: Count
     adapter: Adapter
+    is_finite: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SavedAdapter:
+    """The contents of a file.
+
+    Attributes:
+        adapter: The adapter with its weights.
+        state: Its state.
+        num_steps: Optimizer steps behind it.
+    """
+
+    adapter: Adapter
+    state: WholeState
+    num_steps: int
 
 
 def write_state(
-    path: pathlib.Path, adapter: Adapter, parked: ParkedSlot, num_steps: int, base: str
+    path: pathlib.Path, adapter: Adapter, state: WholeState, num_steps: int, base: str
 ) -> None:
     """Writes the state of an adapter, which replaces a file that is there.
 
     Args:
         path: The file.
         adapter: An adapter with the same modules and ranks.
-        parked: The state.
+        state: The state.
         num_steps: Optimizer steps behind it.
         base: Fingerprint of the base model.
 
     Raises:
         StorageError: It cannot be written; an old file is unchanged.
     """
-    header = _Header(base=base, num_steps=num_steps, adapter=adapter)
+    kinds, gradients = state.parked.by_kind(), state.gradients
+    if gradients is not None:
+        kinds[PENDING] = gradients.tensors
+    header = _Header(
+        base=base,
+        num_steps=num_steps,
+        adapter=adapter,
+        is_finite=None if gradients is None else gradients.is_finite,
+    )
     tensors = {
         f"{kind}/{name}": np.ascontiguousarray(array)
-        for kind, own in parked.by_kind().items()
+        for kind, own in kinds.items()
         for name, array in own.items()
     }
     data = safetensors.numpy.save(tensors, {_KEY: header.model_dump_json()})
@@ -62,15 +94,12 @@ def write_state(
         file.write(data)
 
 
-def read_state(path: pathlib.Path, base: str) -> tuple[Adapter, ParkedSlot, int]:
+def read_state(path: pathlib.Path, base: str) -> SavedAdapter:
     """Reads the state of an adapter.
 
     Args:
         path: The file.
         base: Fingerprint of the base model that it must be of.
-
-    Returns:
-        The adapter, its state, and the optimizer steps behind it.
 
     Raises:
         CheckpointError: The file is missing, damaged or none of these, or is of
@@ -84,6 +113,7 @@ def read_state(path: pathlib.Path, base: str) -> tuple[Adapter, ParkedSlot, int]
             for key in file.keys():  # noqa: SIM118
                 kind, _, name = key.partition("/")
                 kinds.setdefault(kind, {})[name] = file.get_tensor(key)
+        gradients = _gradients(kinds.pop(PENDING, None), header)
         parked = ParkedSlot.of(kinds)
         parked.check_like(header.adapter)
     except FileNotFoundError:
@@ -97,7 +127,29 @@ def read_state(path: pathlib.Path, base: str) -> tuple[Adapter, ParkedSlot, int]
         raise CheckpointError(
             f"{path} is of another base model than that of the session. Load that one."
         )
-    return adapter_from_rows(parked.params, header.adapter), parked, header.num_steps
+    return SavedAdapter(
+        adapter=adapter_from_rows(parked.params, header.adapter),
+        state=WholeState(parked=parked, gradients=gradients),
+        num_steps=header.num_steps,
+    )
+
+
+def _gradients(
+    tensors: dict[str, np.ndarray] | None, header: _Header
+) -> Gradients | None:
+    """Returns the gradients of a file.
+
+    Raises:
+        ValueError: They are not like the adapter.
+    """
+    if (tensors is None) is not (header.is_finite is None):
+        raise ValueError("gradients, or whether they are finite, are missing")
+    if tensors is None or header.is_finite is None:
+        return None
+    shapes = {path: array.shape for path, array in header.adapter.by_path().items()}
+    if {path: array.shape for path, array in tensors.items()} != shapes:
+        raise ValueError("the gradients have other shapes than the adapter")
+    return Gradients(tensors=tensors, is_finite=header.is_finite)
 
 
 _UNREADABLE: tuple[Any, ...] = (

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot
+from jaxlora.common.counted import counted
 from jaxlora.config import LoraJob
 from jaxlora.config.clone import CloneOf
 from jaxlora.config.schedules import learning_rate
@@ -138,17 +139,7 @@ class JobState:
             state: Its state.
         """
         self.parked, self.references = state, parent.references
-        self.progress = dataclasses.replace(
-            parent.progress,
-            status="paused",
-            reason=f"it starts as a copy of {parent.name}",
-            slot=None,
-            stopped_by=None,
-            best_eval=None,
-            best_step=None,
-            best_metric=None,
-            evals_without_gain=0,
-        )
+        self.progress = progress_of_copy(parent.name, parent.progress)
 
     @property
     def next_border(self) -> int:
@@ -309,11 +300,14 @@ class JobState:
         """Returns the learning rate of an optimizer step, counted from 0."""
         return learning_rate(self.settings, step, self.num_steps)
 
-    def wants_eval(self) -> bool:
-        """Whether an evaluation is due after the steps done so far."""
+    def wants_eval(self, step: int | None = None) -> bool:
+        """Whether an evaluation is due after some steps; None: those done so far."""
         if self.prepared.eval_data is None:
             return False
-        step, every = self.progress.step, self.settings.eval_every
+        step, every = (
+            self.progress.step if step is None else step,
+            self.settings.eval_every,
+        )
         return step in (0, self.num_steps) or bool(every and step % every == 0)
 
     def lacks_eval(self) -> bool:
@@ -372,6 +366,27 @@ class JobState:
         patience = self.settings.early_stopping
         return bool(patience and self.progress.evals_without_gain >= patience)
 
+    def fail_of_step(self, loss: float, grad_norm: float) -> None:
+        """Ends the job, as a step with this loss and gradient was not finite."""
+        self.update(
+            status="failed",
+            reason=f"loss {loss:g} with gradient norm {grad_norm:g} in step "
+            f"{self.progress.step + 1} is not finite; lower learning_rate or set "
+            "max_grad_norm",
+        )
+
+    def end_if_due(self) -> None:
+        """Ends the job, between two batches, if its own settings say so."""
+        if (step := self.progress.step) > (wanted := self.num_steps):
+            reason = f"{counted(step, 'step')} done, and the number wanted is {wanted}"
+            self.update(status="finished", reason=reason)
+        elif step == wanted:
+            self.update(status="finished", reason="all steps are done")
+        elif self.has_stalled():
+            patience = self.settings.early_stopping
+            reason = f"no better evaluation for {patience} evaluations"
+            self.update(status="stopped early", reason=reason)
+
     def info(self) -> JobInfo:
         """Describes the job as it enters a run."""
         return JobInfo(
@@ -383,6 +398,26 @@ class JobState:
             batch_tokens=self.batch_tokens,
             progress=self.progress,
         )
+
+
+def progress_of_copy(name: str, progress: JobProgress) -> JobProgress:
+    """Returns the progress of a job that starts as a copy of another one.
+
+    Args:
+        name: The other job.
+        progress: Its progress.
+    """
+    return dataclasses.replace(
+        progress,
+        status="paused",
+        reason=f"it starts as a copy of {name}",
+        slot=None,
+        stopped_by=None,
+        best_eval=None,
+        best_step=None,
+        best_metric=None,
+        evals_without_gain=0,
+    )
 
 
 def _gain(

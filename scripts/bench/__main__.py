@@ -50,6 +50,7 @@ SUBJECTS = {
     "mesh": Subject(
         "mesh.benchmark", "pipelines and FSDP on the GPUs of a machine", gathers=True
     ),
+    "serve": Subject("serve", "tenants of an engine against the offline trainer"),
     "scheduler": Subject(
         "scheduler.benchmark", "packers on a simulated pipeline", on_device=False
     ),

@@ -736,9 +736,9 @@ _CALLS = (
         f"{_SESSION}/test_engine.py::test_calls_run_in_the_order_of_their_adapter",
     ),
     _mutant(
-        "the oldest sample waits while others fit",
-        "        if added <= room and len(chosen) < limits.most_samples:",
-        "        if added < room and len(chosen) < limits.most_samples:",
+        "a tenant that is ahead runs as one that is behind",
+        "if time > least + queue._quantum:",
+        "if time > least + 99 * queue._quantum:",
         "tests/scheduler/stream/test_waiting.py",
     ),
 )

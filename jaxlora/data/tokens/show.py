@@ -1,6 +1,7 @@
-"""Prints samples of a data set, with the tokens that are trained on."""
+"""Shows samples of a data set, with the tokens that are trained on."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 
@@ -62,22 +63,15 @@ def show_data(
     else:
         data = data.replace(bad_records="drop")  # all are counted
     max_length = max_length if tokenizer else 2**31
-    used = tokenizer or _stand_in()
-    used = used.with_setting(data.chat_template, data.chat_template_kwargs)
-    with _less_log():
-        records = encode_records(data, open_records(data), used, max_length)
-    form = format_of(data.kind)
-    size = form.num_samples
+    used, records = _encode(data, tokenizer or _stand_in(), max_length)
+    size = format_of(data.kind).num_samples
     lines = [text for level, text in records.notes if level == logging.INFO]
     line = f"{data.path}: {without_sample(lines[-1])}"
     consoles.show(console, line, soft_wrap=True)
     numbers = np.flatnonzero(~records.is_bad)[: num_samples * size]
     for number in numbers.tolist():
-        title = f"\nrecord {number // size + 1}"
-        if size == 2:
-            title += ", rejected" if number % size else ", chosen"
-        if form.gives == "unpaired":
-            title += ", desirable" if records.values[number] else ", undesirable"
+        role = _role(data, records, number)
+        title = f"\nrecord {number // size + 1}{f', {role}' if role else ''}"
         if tokenizer:
             title += f": {_counts(records, number, max_length)}"
         consoles.show(console, title, style="bold", soft_wrap=True)
@@ -90,6 +84,77 @@ def show_data(
     if tokenizer is None:
         text = "Give --model for the tokens and the chat template of a model."
         consoles.show(console, f"\n{text}", soft_wrap=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShownSample:
+    """A sample of a data set as it is trained on.
+
+    Attributes:
+        record: Number of its record, from 1.
+        role: `chosen` or `rejected` in a pair, `desirable` or `undesirable` if the
+            record has a label; else empty.
+        num_tokens: Number of its tokens, before it is cut at the longest length.
+        num_targets: How many of these are trained on.
+        text: Its text, with [[ ]] around the parts that are trained on.
+        tokens: Its tokens: id, text, and whether it is trained on. A character of
+            several tokens is in the text of the last one.
+    """
+
+    record: int
+    role: str
+    num_tokens: int
+    num_targets: int
+    text: str
+    tokens: tuple[tuple[int, str, bool], ...]
+
+
+def find_samples(
+    data: DataConfig, tokenizer: Tokenizer, *, max_length: int, num_samples: int
+) -> list[ShownSample]:
+    """Returns the samples of the first records; arguments as for `show_data`.
+
+    Raises:
+        JaxloraError: As for `show_data`.
+    """
+    data = data.replace(limit=min(num_samples, data.limit or 2**62))
+    used, records = _encode(data, tokenizer, max_length)
+    size, found = format_of(data.kind).num_samples, []
+    for number in np.flatnonzero(~records.is_bad).tolist():
+        sample = Samples([records], np.array([number]))[0]
+        ids, is_target = sample.token_ids[:_MAX_TOKENS], sample.is_target[:_MAX_TOKENS]
+        texts = _token_texts(used, ids)
+        tokens = zip(ids.tolist(), texts, is_target.tolist(), strict=True)
+        found.append(
+            ShownSample(
+                record=number // size + 1,
+                role=_role(data, records, number),
+                num_tokens=int(records.lengths[number]),
+                num_targets=int(records.num_targets[number]),
+                text=mark(list(marked_parts(used, ids, is_target))),
+                tokens=tuple(tokens),
+            )
+        )
+    return found
+
+
+def _encode(
+    data: DataConfig, tokenizer: Tokenizer, max_length: int
+) -> tuple[Tokenizer, EncodedRecords]:
+    """Returns the tokenizer with the data's chat template, and the records."""
+    used = tokenizer.with_setting(data.chat_template, data.chat_template_kwargs)
+    with _less_log():
+        return used, encode_records(data, open_records(data), used, max_length)
+
+
+def _role(data: DataConfig, records: EncodedRecords, number: int) -> str:
+    """Returns the role of a sample among those of its record; empty: it has none."""
+    form = format_of(data.kind)
+    if form.num_samples == 2:
+        return "rejected" if number % 2 else "chosen"
+    if form.gives == "unpaired":
+        return "desirable" if records.values[number] else "undesirable"
+    return ""
 
 
 @contextlib.contextmanager

@@ -305,12 +305,7 @@ class JobLifecycle:
     def note(self, job: JobState, outcome: StepOutcome) -> None:
         """Takes the outcome of an optimizer step of a running job."""
         if not outcome.is_finite:
-            job.update(
-                status="failed",
-                reason=f"loss {outcome.loss:g} with gradient norm "
-                f"{outcome.grad_norm:g} in step {job.progress.step + 1} is not finite; "
-                "lower learning_rate or set max_grad_norm",
-            )
+            job.fail_of_step(outcome.loss, outcome.grad_norm)
             return
         self._ticks.note_step(job.slot)
         job.note_step(outcome.loss, outcome.num_tokens, outcome.num_target_tokens)
@@ -430,16 +425,10 @@ class JobLifecycle:
 
     def _decide(self, job: JobState) -> None:
         """Marks a job as over if it ends here; it is between two batches, or waits."""
-        if (step := job.progress.step) > (wanted := job.num_steps):
-            reason = f"{counted(step, 'step')} done, and the number wanted is {wanted}"
-            job.update(status="finished", reason=reason)
-        elif step == wanted:
-            job.update(status="finished", reason="all steps are done")
-        elif job.has_stalled():
-            patience = job.settings.early_stopping
-            reason = f"no better evaluation for {patience} evaluations"
-            job.update(status="stopped early", reason=reason)
-        elif (stop := self._run.control.stop_of(job)) is not None:
+        job.end_if_due()
+        if job.progress.is_over:
+            return
+        if (stop := self._run.control.stop_of(job)) is not None:
             rule, reason = stop
             job.update(
                 status="stopped early", reason=f"{rule}: {reason}", stopped_by=rule

@@ -258,9 +258,9 @@ class CompiledSteps:
         if self.evaluation_weights is not None:
             yield self.evaluation_weights.prepare_from(shapes, suffix)
         yield self.step.prepare_from(shapes, suffix)
-        yield from self._prepare_slots(shapes, suffix)
+        yield from self.prepare_slots(shapes, suffix)
 
-    def _prepare_slots(self, shapes: Shapes, suffix: str) -> Iterator[Prepared]:
+    def prepare_slots(self, shapes: Shapes, suffix: str) -> Iterator[Prepared]:
         """Starts to compile what writes and reads slots."""
         state, slot, spec = shapes["state"], shapes["slot"], self._spec
         assert spec.slots is not None

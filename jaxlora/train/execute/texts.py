@@ -262,10 +262,11 @@ class AnswerMeter:
                             settings.max_new_tokens,
                             self._positions - len(question.token_ids),
                         ),
+                        end_ids=self._ends,
                     )
                     for job, _, question in rows
                 ]
-                batch = Batch(decoder, requests, settings, self._ends, shape)
+                batch = Batch.of(decoder, requests, shape)
                 while not batch.is_done:
                     batch.advance()
                 for (job, i, question), answer in zip(rows, batch.answers, strict=True):

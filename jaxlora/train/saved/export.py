@@ -293,6 +293,25 @@ def job_card(
             those of `step` are left out.
         has_tokenizer: Whether the tokenizer lies beside the adapter.
     """
+    return model_card(
+        name=job,
+        base=run_base(record.base_model, record.base_revision),
+        job=record.identity.jobs[job],
+        figures=card_figures(step, progress),
+        has_tokenizer=has_tokenizer,
+        is_part=module_prefix(record.linear_names) != "model.",
+        version=__version__,
+    )
+
+
+def card_figures(step: int, progress: JobProgress | None) -> dict[str, Any]:
+    """Returns the figures in the model card of an adapter.
+
+    Args:
+        step: Optimizer steps that its weights have had.
+        progress: The job's losses, if they are known. Figures of other weights are
+            left out.
+    """
     figures: dict[str, Any] = {"optimizer steps": step}
     if progress is not None and step == progress.step:
         figures |= {
@@ -309,12 +328,4 @@ def job_card(
             "held-out loss, before training": progress.first_eval,
             "held-out loss": progress.best_eval,
         }
-    return model_card(
-        name=job,
-        base=run_base(record.base_model, record.base_revision),
-        job=record.identity.jobs[job],
-        figures=figures,
-        has_tokenizer=has_tokenizer,
-        is_part=module_prefix(record.linear_names) != "model.",
-        version=__version__,
-    )
+    return figures

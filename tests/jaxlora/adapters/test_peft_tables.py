@@ -14,7 +14,6 @@ from jaxlora import load_model
 from jaxlora.adapters.files.merge import merge_adapter
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.files.peft_tables import BaseTables
-from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.errors import AdapterError
 from jaxlora.generate.batch import Batch, Request
 from jaxlora.generate.loaded import load_decoder
@@ -86,7 +85,7 @@ def test_generation_has_the_logits_of_peft(bases, which):
         for slot, name in enumerate(names, 1)
     ]
     decoder = load_decoder(model, adapters)
-    batch = Batch(decoder, requests, GenerationSettings(), ())
+    batch = Batch.of(decoder, requests)
     for name, found in zip(names, batch.logits, strict=True):
         assert relative_error(found, WANTED[f"{name}.logits"][-1]) < 2e-5, name
 

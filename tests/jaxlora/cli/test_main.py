@@ -5,6 +5,7 @@ import logging
 import pathlib
 import re
 import shutil
+import socket
 
 import numpy as np
 import pytest
@@ -46,6 +47,19 @@ def folder(tmp_path_factory):
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     assert main(["train", str(folder / "run.yaml")]) == 0
     return folder
+
+
+def test_a_port_of_the_page_that_is_taken_is_refused(folder, tmp_path, capsys):
+    """Before anything is written, as it is when the port is none at all."""
+    train = ["train", str(folder / "run.yaml"), "--output-dir", str(tmp_path / "out")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*train, "--page", f"{port}"]) == 1
+    assert f"--page: port {port} of 127.0.0.1 cannot" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*train, "--page", "70000"])
+    assert "70000 is no port" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def said(capsys, *arguments) -> str:

@@ -273,7 +273,7 @@ def test_chats_have_the_template_kwargs_of_the_adapters_training(folder, adapter
 def test_prompts_and_answers_of_other_lengths_reuse_the_programs(model):
     generator = Generator(model, batch_size=2)
     programs = generator._text_decoder.decoder.programs
-    functions = programs.prefill, *programs.decode.values()
+    functions = programs.prefill, programs.decode
 
     def num_compiled():
         return sum(len(function._prepared) for function in functions)

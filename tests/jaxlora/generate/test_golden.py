@@ -5,7 +5,6 @@ import pytest
 import safetensors.numpy
 
 from jaxlora import load_model
-from jaxlora.config.generation_settings import GenerationSettings
 from jaxlora.generate.batch import Batch, Request
 from jaxlora.generate.loaded import load_decoder
 from tests import tiny
@@ -25,7 +24,7 @@ def begun(model, prompts, max_new_tokens=1):
         Request(token_ids=ids, slot=0, seed=0, max_new_tokens=max_new_tokens)
         for ids in prompts
     ]
-    return Batch(load_decoder(model, ()), requests, GenerationSettings(), end_ids=())
+    return Batch.of(load_decoder(model, ()), requests)
 
 
 @pytest.mark.parametrize(

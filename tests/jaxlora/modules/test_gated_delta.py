@@ -194,25 +194,27 @@ def test_samples_alone_equal_samples_together():
 
 def test_generation_carries_rows_and_state():
     """Padded prompts in two parts, then a row by itself, equal whole samples."""
-    num, starts = 128, jnp.array([0, 80, 127])
+    num, lengths = 128, np.array([127, 60, 3])
     given, weights = layer_inputs(3 * num)
     by_sequence = jax.tree.map(lambda x: x.reshape(3, num, *x.shape[1:]), given)
     cache = empty_delta_cache(SHAPE, 3, jnp.dtype(jnp.float32))
     run = jax.jit(cached_gated_delta, static_argnums=2)
-    outs = []
-    for first, end in ((0, 77), (77, 127), (127, 128)):
+    made = [[], [], []]
+    for begins, size in (([0, 0, 0], 77), ([77, 77, 77], 50), (lengths, 1)):
         part = jax.tree.map(
-            lambda x, first=first, end=end: x[:, first:end].reshape(-1, x.shape[-1]),
+            lambda x, begins=begins, size=size: jnp.concatenate(
+                [own[i : i + size] for own, i in zip(x, begins, strict=True)]
+            ),
             by_sequence,
         )
-        is_padding = jnp.arange(first, end) < starts[:, None]
-        out, cache = run(part, weights, SHAPE, cache, is_padding)
-        outs.append(out.reshape(3, end - first, *out.shape[1:]))
-    made = jnp.concatenate(outs, axis=1)
-    for i, start in enumerate(starts.tolist()):
+        num_new = np.clip(lengths - begins, 0, size) if size > 1 else np.ones(3, int)
+        out, cache = run(part, weights, SHAPE, cache, jnp.asarray(num_new, jnp.int32))
+        for own, rows, n in zip(made, jnp.split(out, 3), num_new, strict=True):
+            own.append(rows[:n])
+    for i, length in enumerate(lengths.tolist()):
         one = jax.tree.map(lambda x, i=i: x[i], by_sequence)
-        found = alone(one, weights, slice(start, num), num)
-        assert relative_error(made[i, start:], found) < 3e-6
+        found = alone(one, weights, slice(0, length + 1), num)
+        assert relative_error(jnp.concatenate(made[i]), found) < 3e-6
 
 
 def test_convolution_and_norm_equal_their_definitions():

@@ -5,6 +5,7 @@ import pytest
 
 from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.hf.load import load_model
+from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub
 from jaxlora.serve.operation import Create, Done, Failed, Pass, Save, Step
 from jaxlora.serve.storage import Storage
@@ -27,7 +28,8 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture
 def hub(tiny_model, tmp_path):
     engine = Engine(tiny_model, SessionConfig(**SETTINGS))
-    hub = Hub(engine, Storage(tmp_path / "storage"))
+    database = Database(f"sqlite:///{tmp_path}/jaxlora.db")
+    hub = Hub(engine, Storage(tmp_path / "storage"), database)
     hub.start()
     yield hub
     hub.stop()

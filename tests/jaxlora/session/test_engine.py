@@ -24,7 +24,7 @@ RATE = 1e-2
 def state(session, name) -> dict[str, np.ndarray]:
     """Weights and moments of an adapter, by kind and path."""
     engine = session._engine
-    parked = engine.table.copy(engine.adapters[name].slot).by_kind()
+    parked = engine.begin_copy(engine.adapters[name])().parked.by_kind()
     return {f"{k} {p}": x for k, own in parked.items() for p, x in own.items()}
 
 
@@ -81,7 +81,7 @@ def test_adapters_together_are_as_alone(tiny_model, make_adapter, monkeypatch):
 
     def run(*names: str) -> tuple:
         session = Session(tiny_model, **SETTINGS)
-        monkeypatch.setattr(session._engine, "_sizes", [96])
+        monkeypatch.setattr(session._engine.queue, "_sizes", [96])
         for seed, name in enumerate(names):
             adapter = make_adapter(LINEARS, rank=4 + 2 * seed, seed=seed)
             session._engine.open(name, scaled(adapter))
@@ -279,7 +279,7 @@ def test_nothing_is_compiled_again(opened, tmp_path):
     engine = session._engine
 
     def count() -> int:
-        return engine._steps.num_compilations() + engine._step.num_compilations()
+        return engine._programs.num_compilations()
 
     def use(name: str, lengths, rate: float) -> None:
         data = with_logprobs(session, name, datums(rng, lengths))
@@ -311,12 +311,12 @@ def test_work_that_breaks_off_is_repeated(opened, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session._engine._steps, "accumulate", interrupt)
+        patch.setattr(session._engine._programs, "accumulate", interrupt)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 calls[1].result()
     with monkeypatch.context() as patch:
-        patch.setattr(session._engine, "_step", interrupt)
+        patch.setattr(session._engine._programs, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             calls[1].result()
     found = [call.result() for call in calls]
@@ -347,7 +347,7 @@ def test_a_step_counts_once_if_its_result_is_read_twice(opened, monkeypatch):
 def test_a_session_whose_slots_are_lost_says_so(opened, monkeypatch, tmp_path):
     """A program that has taken the slots, and failed, leaves none to go on with."""
     session, data = opened("a", "b"), datums(np.random.default_rng(12))
-    steps = session._engine._steps
+    steps = session._engine._programs
     accumulate = steps.accumulate
 
     def fail(*args):
@@ -379,3 +379,52 @@ def test_a_microbatch_has_the_smallest_size_that_holds_it(opened, monkeypatch):
     session.forward_backward("b", short)
     session.forward_backward("b", long).result()
     assert called == [32, 96, 96]
+
+
+def test_a_layout_gives_the_same_bits_again(tiny_model, make_adapter):
+    """Also where the rows of another adapter stay empty, and in other slots."""
+    rng = np.random.default_rng(14)
+    data = {name: datums(rng, (20, 5)) for name in "abc"}
+
+    def new(names: str) -> tuple[Session, list, list]:
+        session, queued, settled = Session(tiny_model, **SETTINGS), [], []
+        for name in names:
+            adapter = make_adapter(LINEARS, rank=4, seed=ord(name))
+            session._engine.open(name, scaled(adapter))
+        session._engine.on_queued = queued.append
+        session._engine.on_settled = settled.append
+        return session, queued, settled
+
+    first, queued, settled = new("abc")
+    calls = {n: first.forward_backward(n, own) for n, own in data.items()}
+    found = {n: call.result() for n, call in calls.items()}
+    (piece,), exact = queued, {n: gradients(first, n) for n in data}
+    assert settled == queued and not first._engine.unsettled
+    assert (piece.rows, len(piece.parts), piece.is_training) == (96, 6, True)
+    assert first.optim_step("c", RATE).result().step == 1
+    assert queued[1].rows == 0 and queued == settled
+
+    again, queued, _ = new("ca")
+    calls = {n: again.forward_backward(n, data[n])._call for n in "ca"}
+    engine = again._engine
+    layout = []
+    for name, number in [(n, i) for n in "abc" for i in range(2)]:
+        if name == "b":
+            layout.append((name, len(data[name][number].tokens)))
+        else:
+            layout.append((engine.adapters[name], calls[name], number))
+    engine.run_layout(96, layout)
+    engine.drain()
+    assert [one.rows for one in queued] == [96]
+    for name in "ca":
+        assert not engine.adapters[name].calls
+        assert_same(gradients(again, name), exact[name])
+        for lp, wanted in zip(
+            calls[name].result.logprobs, found[name].logprobs, strict=True
+        ):
+            np.testing.assert_array_equal(lp, wanted)
+    call = again.optim_step("c", RATE)._call
+    engine.run_step(engine.adapters["c"])
+    engine.drain()
+    assert call.result.step == 1
+    assert_same(state(again, "c"), state(first, "c"))

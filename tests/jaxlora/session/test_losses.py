@@ -87,8 +87,9 @@ def with_logprobs(session, name, data) -> list[Datum]:
 def gradients(session, name) -> dict[str, np.ndarray]:
     """The gradients of an adapter since its last step, by path."""
     engine = session._engine
+    slot = engine.bring(engine.adapters[name])
     pending = engine.table.state.pending.gradients
-    rows = {k: np.asarray(x)[engine.adapters[name].slot] for k, x in pending.items()}
+    rows = {k: np.asarray(x)[slot] for k, x in pending.items()}
     return to_paths(engine.spec.stacks, rows)
 
 
@@ -98,7 +99,7 @@ def test_losses_and_gradients_are_those_of_float64(opened, monkeypatch):
     rng, data = np.random.default_rng(0), {}
     for name in CONFIGS:
         data[name] = with_logprobs(session, name, datums(rng))
-    monkeypatch.setattr(session._engine, "_sizes", [96])
+    monkeypatch.setattr(session._engine.queue, "_sizes", [96])
     called = count_microbatches(session, monkeypatch)
     results = {
         name: session.forward_backward(name, data[name], name, config)
@@ -107,7 +108,7 @@ def test_losses_and_gradients_are_those_of_float64(opened, monkeypatch):
     results = {name: pending.result() for name, pending in results.items()}
     assert called == [96]
     for name, chosen in data.items():
-        like = session._engine.adapters[name].like
+        like = session._engine.begin_reading(session._engine.adapters[name])()
         lora = {
             n: (padded(w.a, (len(w.a), 8)), padded(w.b, (8, w.b.shape[1])))
             for n, w in like.modules.items()

@@ -6,10 +6,11 @@ import pytest
 from jaxlora import Sweep
 from jaxlora.sweeps.page import write_page
 from jaxlora.sweeps.ranking import SweepReport
-from tests.jaxlora.sweeps.browser import FOUND, opened
+from tests.browser import DESKTOP, PHONE, browser, needs_browser, opened
 from tests.jaxlora.sweeps.test_report import events, trial
 
-pytestmark = pytest.mark.skipif(FOUND is None, reason="needs Chromium")
+__all__ = ["browser"]
+pytestmark = needs_browser
 
 COLUMN = """[...document.querySelectorAll('#table tbody tr')].map(
     row => row.cells[%d].dataset.value ?? row.cells[%d].textContent)"""
@@ -44,56 +45,40 @@ def page(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with opened(tmp_path_factory.mktemp("profile")) as found:
-        yield found
-
-
-@pytest.mark.parametrize("phone", [False, True])
-def test_page(page, browser, phone):
-    width, height = (390, 844) if phone else (1280, 800)
-    browser.open(page, width, height, phone=phone)
-    assert browser.run("document.title") == "runs/a <sweep> & more"
-    assert browser.run("innerWidth") == width
-    assert browser.run("document.documentElement.scrollWidth") <= width
-    assert browser.run("document.querySelectorAll('polyline').length") >= 63
-    # Text is large enough to be read without zooming.
-    assert browser.run("parseFloat(getComputedStyle(document.body).fontSize)") >= 14
-    assert browser.errors == []
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_page(page, browser, size):
+    with opened(browser, page.as_uri(), size) as tab:
+        assert tab.title() == "runs/a <sweep> & more"
+        assert tab.locator("polyline").count() >= 63
 
 
 def test_sorting(page, browser):
-    browser.open(page, 1280, 800, phone=False)
-    heads = browser.run(
-        "[...document.querySelectorAll('#table th button')].map(b => b.textContent)"
-    )
-    column = heads.index("learning_rate")
-    for sign in (1, -1):
-        click = f"document.querySelectorAll('#table th button')[{column}].click()"
-        browser.run(click)
-        values = [float(v) for v in browser.run(COLUMN % (column, column))]
-        assert len(values) == 64 and values == sorted(values, reverse=sign < 0)
-    assert browser.errors == []
+    with opened(browser, page.as_uri()) as tab:
+        heads = tab.locator("#table th button")
+        column = heads.all_text_contents().index("learning_rate")
+        for sign in (1, -1):
+            heads.nth(column).click()
+            values = [float(v) for v in tab.evaluate(COLUMN % (column, column))]
+            assert len(values) == 64 and values == sorted(values, reverse=sign < 0)
 
 
 def test_a_range_on_an_axis_filters(page, browser):
-    browser.open(page, 1280, 800, phone=False)
-    box = """(() => {const r = document.querySelector('rect.drag')
-        .getBoundingClientRect(); return [r.x + r.width / 2, r.y, r.height]})()"""
-    x, top, size = browser.run(box)
-    for kind, share in (("Moved", 0.3), ("Pressed", 0.3), ("Moved", 0.5)):
-        browser.mouse(f"mouse{kind}", x, top + share * size)
-    browser.mouse("mouseReleased", x, top + 0.7 * size)
-    places = browser.run("document.querySelector('rect.drag').dataset.places")
-    shown = set(map(int, browser.run(SHOWN)))
-    for number, place in enumerate(map(float, places.split())):
-        if abs(place - 0.5) < 0.15:
-            assert number in shown
-        elif not abs(place - 0.5) < 0.25:
-            assert number not in shown
-    assert 0 < len(shown) < 64
-    browser.mouse("mousePressed", x, top + 0.5 * size)
-    browser.mouse("mouseReleased", x, top + 0.5 * size)
-    assert len(browser.run(SHOWN)) == 64
-    assert browser.errors == []
+    with opened(browser, page.as_uri()) as tab:
+        area = tab.locator("rect.drag").first
+        box = area.bounding_box()
+        x, top, size = box["x"] + box["width"] / 2, box["y"], box["height"]
+        tab.mouse.move(x, top + 0.3 * size)
+        tab.mouse.down()
+        tab.mouse.move(x, top + 0.5 * size)
+        tab.mouse.move(x, top + 0.7 * size)
+        tab.mouse.up()
+        places = area.get_attribute("data-places")
+        shown = set(map(int, tab.evaluate(SHOWN)))
+        for number, place in enumerate(map(float, places.split())):
+            if abs(place - 0.5) < 0.15:
+                assert number in shown
+            elif not abs(place - 0.5) < 0.25:
+                assert number not in shown
+        assert 0 < len(shown) < 64
+        tab.mouse.click(x, top + 0.5 * size)
+        assert len(tab.evaluate(SHOWN)) == 64

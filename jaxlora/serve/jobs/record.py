@@ -1,0 +1,183 @@
+"""The jobs of tenants as the database has them, and the lines of their metrics."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from jaxlora.config import LoraJob
+from jaxlora.run.job_progress import JobProgress
+from jaxlora.run.saved_fields import type_adapter
+from jaxlora.serve.database import Database, metadata
+
+_JOBS = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("tenant", sa.String(63), nullable=False, index=True),
+    sa.Column("state", sa.Text, nullable=False),
+)
+_LINES = sa.Table(
+    "job_metrics",
+    metadata,
+    sa.Column("job", sa.String(32), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("line", sa.Text, nullable=False),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A tenant's request to stop or to pause a job.
+
+    Attributes:
+        reason: Is shown with the job's status.
+        at: Optimizer steps after which it takes effect. They were submitted before it
+            was made, and a job that continues after a crash submits them again.
+    """
+
+    reason: str
+    at: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A copy of a job's whole state that another job starts from.
+
+    Attributes:
+        job: Id of the other job.
+        at: Optimizer steps that it has.
+    """
+
+    job: str
+    at: int
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Job:
+    """A job of a tenant.
+
+    Attributes:
+        id: Its id, 128 random bits in hexadecimal digits; also that of its model.
+        tenant: The tenant that owns it.
+        settings: Its settings as the tenant gave them: data by their names.
+        created_at: When it was made, in Unix seconds.
+        num_steps: Its optimizer steps.
+        batch_tokens: Mean number of tokens of a global batch.
+        rank: Largest rank of its modules.
+        num_modules: Number of linears that it adapts.
+        fingerprint: Hash of its training samples.
+        progress: Its progress, which is that of the operations before `next_seq`.
+        next_seq: Number of the first operation of its model that is not done.
+        num_lines: Lines of its metrics.
+        stop: The request to stop it; None: there is none.
+        pause: The request to pause it; None: there is none.
+        copies: Copies that are to be made.
+        is_ready: Whether the copy that it starts from is there; true if it is none.
+        adapter: Key of its exported adapter in the storage; None: there is none.
+    """
+
+    id: str
+    tenant: str
+    settings: LoraJob
+    created_at: float
+    num_steps: int
+    batch_tokens: float
+    rank: int
+    num_modules: int
+    fingerprint: str
+    progress: JobProgress = dataclasses.field(default_factory=JobProgress)
+    next_seq: int = 1
+    num_lines: int = 0
+    stop: Asked | None = None
+    pause: Asked | None = None
+    copies: tuple[Copy, ...] = ()
+    is_ready: bool = True
+    adapter: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name, which is unique among the tenant's jobs."""
+        return self.settings.name
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its tenant and its name, whose case does not count."""
+        return self.tenant, self.name.lower()
+
+    def file(self, name: str, job: str | None = None) -> str:
+        """Returns the key in the storage of a file or folder.
+
+        Args:
+            name: Its name.
+            job: Id of the job, of the same tenant; None: this one.
+        """
+        return f"{self.tenant}/jobs/{job or self.id}/{name}"
+
+    def update(self, **changes: Any) -> None:
+        """Changes some fields of its progress."""
+        self.progress = dataclasses.replace(self.progress, **changes)
+
+
+class JobTable:
+    """The jobs of all tenants in the database."""
+
+    def __init__(self, database: Database):
+        """Makes the object."""
+        self._database = database
+
+    def load(self) -> list[Job]:
+        """Returns all jobs, the oldest first."""
+        read = type_adapter(Job)
+        with self._database.reading() as connection:
+            rows = connection.execute(sa.select(_JOBS.c.state)).all()
+        jobs = [read.validate_json(row.state) for row in rows]
+        return sorted(jobs, key=lambda job: job.created_at)
+
+    def write(self, jobs: Iterable[Job], lines: Sequence[tuple[Job, int, str]]) -> None:
+        """Writes jobs and new lines of metrics, all or none.
+
+        Args:
+            jobs: Jobs that are new or have changed.
+            lines: Lines with their jobs and numbers.
+
+        Raises:
+            StorageError: The database cannot be written.
+        """
+        dump = type_adapter(Job).dump_json
+        rows = [
+            {
+                "id": job.id,
+                "tenant": job.tenant,
+                # A setting that was left out still counts as left out.
+                "state": dump(job, exclude_unset=True).decode(),
+            }
+            for job in jobs
+        ]
+        new = [{"job": j.id, "number": n, "line": line} for j, n, line in lines]
+        with self._database.writing() as connection:
+            if rows:
+                ids = [row["id"] for row in rows]
+                connection.execute(_JOBS.delete().where(_JOBS.c.id.in_(ids)))
+                connection.execute(_JOBS.insert(), rows)
+            if new:
+                connection.execute(_LINES.insert(), new)
+
+    def delete(self, job: Job) -> None:
+        """Deletes a job and its metrics."""
+        with self._database.writing() as connection:
+            connection.execute(_LINES.delete().where(_LINES.c.job == job.id))
+            connection.execute(_JOBS.delete().where(_JOBS.c.id == job.id))
+
+    def lines(self, job: Job, after: int, limit: int) -> list[str]:
+        """Returns lines of a job's metrics from a number on, each a JSON object."""
+        c = _LINES.c
+        found = (
+            sa.select(c.line)
+            .where(c.job == job.id, c.number >= after)
+            .order_by(c.number)
+            .limit(limit)
+        )
+        with self._database.reading() as connection:
+            return [row.line for row in connection.execute(found)]

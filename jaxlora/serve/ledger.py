@@ -1,0 +1,532 @@
+"""The ledger: all that a server must not forget, in its database.
+
+It holds the operations of models, their outcomes, the layouts of the microbatches that
+ran and the order of optimizer steps among them, and which snapshot each model has.
+Everything is written by one thread, in the order in which it was handed in, and many
+entries share a transaction. So what is on disk after a crash is all that was handed in
+before some moment, and nothing later.
+"""
+
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from jaxlora.errors import ConfigError
+from jaxlora.serve.database import Database, metadata
+from jaxlora.serve.operation import (
+    Done,
+    Encoded,
+    Failed,
+    decode_outcome,
+    encode_outcome,
+)
+
+logger = logging.getLogger(__name__)
+
+_OPERATIONS = sa.Table(
+    "operations",
+    metadata,
+    sa.Column("model", sa.String(512), primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("request_id", sa.String(32), nullable=False, unique=True),
+    sa.Column("tenant", sa.String(63), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("data", sa.LargeBinary),
+    sa.Column("digest", sa.LargeBinary(32), nullable=False),
+    sa.Column("has_begun", sa.Boolean, nullable=False),
+    sa.Column("outcome", sa.LargeBinary),
+    sa.Column("finished_at", sa.Double),
+)
+_PIECES = sa.Table(
+    "pieces",
+    metadata,
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("rows", sa.Integer, nullable=False),
+    sa.Column("parts", sa.Text, nullable=False),
+)
+_MODELS = sa.Table(
+    "hub_models",
+    metadata,
+    sa.Column("id", sa.String(512), primary_key=True),
+    sa.Column("tenant", sa.String(63), nullable=False),
+    sa.Column("covered_seq", sa.BigInteger, nullable=False),
+    sa.Column("snapshot", sa.String(1024)),
+    sa.Column("steps", sa.BigInteger, nullable=False),
+    sa.Column("is_unloaded", sa.Boolean, nullable=False),
+    sa.Column("failure", sa.Text),
+)
+_OWNERS = sa.Table(
+    "hub_owner",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("token", sa.String(32), nullable=False),
+)
+EVERYTHING = 2**62  # above all numbers of operations
+_MOST_AT_ONCE = 500  # entries of a transaction
+_MOST_BYTES_AT_ONCE = 64 * 2**20
+_RETRY_SECONDS = 0.05, 2.0  # between attempts to write, the first and the longest
+_ADVISORY_LOCK = 0x6C656467
+
+
+class Fenced(ConfigError):
+    """Another server has taken the database, so this one writes nothing more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logged:
+    """An operation in the ledger.
+
+    Attributes:
+        model: Its model.
+        seq_id: Its number among the operations of the model.
+        request_id: Its id.
+        tenant: The tenant that owns the model.
+        encoded: The operation; it has no data if a snapshot covers it.
+        digest: The digest that it had with its data.
+        has_begun: Whether it may have left files in the storage.
+        outcome: Its outcome; None: it has none yet.
+    """
+
+    model: str
+    seq_id: int
+    request_id: str
+    tenant: str
+    encoded: Encoded
+    digest: bytes
+    has_begun: bool = False
+    outcome: Done | Failed | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """The rows of a datum in a microbatch, or an optimizer step.
+
+    Attributes:
+        model: The model.
+        seq_id: The operation.
+        number: Number of the datum in it; 0 for a step.
+        num_tokens: Its tokens; 0 for a step.
+    """
+
+    model: str
+    seq_id: int
+    number: int
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggedPiece:
+    """A training microbatch or an optimizer step that the device was given.
+
+    Attributes:
+        number: Its number in the order of all of them.
+        rows: Rows of the microbatch; 0: it is an optimizer step.
+        parts: Its parts, in the order of the rows.
+    """
+
+    number: int
+    rows: int
+    parts: tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggedModel:
+    """The last snapshot of a model, and whether it can go on.
+
+    Attributes:
+        id: Its id.
+        tenant: The tenant that owns it.
+        covered_seq: The operations up to this number are in the snapshot.
+        snapshot: Key of the snapshot in the storage; None: it has none.
+        steps: Optimizer steps behind the snapshot.
+        is_unloaded: Whether the last covered operation has unloaded it.
+        failure: Why it cannot go on; None: it can.
+    """
+
+    id: str
+    tenant: str
+    covered_seq: int
+    snapshot: str | None
+    steps: int = 0
+    is_unloaded: bool = False
+    failure: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a server goes on from.
+
+    Attributes:
+        models: The models that have a snapshot, were unloaded or have failed.
+        operations: The operations that no snapshot covers, by model and number.
+        pieces: The pieces of work with parts that no snapshot covers, in their order.
+    """
+
+    models: tuple[LoggedModel, ...]
+    operations: tuple[Logged, ...]
+    pieces: tuple[LoggedPiece, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Statements that are executed together, with the future that says so."""
+
+    statements: Sequence[tuple[sa.Executable, Any]]
+    num_bytes: int
+    is_written: Future[None]
+
+
+class Ledger:
+    """The ledger of one server. Any thread may use it.
+
+    Attributes:
+        trouble: Why nothing can be written at the moment; None: all is well.
+        is_fenced: Whether another server has taken the database for good.
+        commits: Transactions that are on disk.
+        commits_seconds: How long these took, in all.
+        last_seconds: How long the last of them took; None: there was none.
+    """
+
+    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time):
+        """Takes a database for this process, and starts the thread that writes.
+
+        Args:
+            database: The database.
+            clock: Returns Unix seconds.
+
+        Raises:
+            ConfigError: Another server uses the database.
+            StorageError: The database cannot be written.
+        """
+        self._database, self._clock = database, clock
+        self._insert = sqlite.insert if database.is_sqlite else postgresql.insert
+        self.trouble: str | None = None
+        self.is_fenced = False
+        self.commits, self.commits_seconds = 0, 0.0
+        self.last_seconds: float | None = None
+        self._token = secrets.token_hex(16)
+        self._lock = _Lock(database)
+        try:
+            self._take()
+        except BaseException:
+            self._lock.close()
+            raise
+        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    def _take(self) -> None:
+        """Makes this server the only one that can write."""
+        statement = self._insert(_OWNERS).values(id=0, token=self._token)
+        with self._database.writing() as connection:
+            connection.execute(
+                statement.on_conflict_do_update(
+                    index_elements=["id"], set_={"token": self._token}
+                )
+            )
+
+    def close(self) -> None:
+        """Writes what was handed in, and lets another server take the database.
+
+        What cannot be written now never will be, and its futures raise.
+        """
+        self._is_closing.set()
+        self._entries.put(None)
+        self._thread.join()
+        self._lock.close()
+
+    # ---- writing ---------------------------------------------------------------------
+
+    def accept(self, one: Logged) -> Future[None]:
+        """Hands in an operation."""
+        row = {
+            "model": one.model,
+            "seq_id": one.seq_id,
+            "request_id": one.request_id,
+            "tenant": one.tenant,
+            "kind": one.encoded.kind,
+            "text": one.encoded.text,
+            "data": one.encoded.data,
+            "digest": one.digest,
+            "has_begun": False,
+        }
+        return self._put(
+            (self._new(_OPERATIONS), row), num_bytes=len(one.encoded.data or b"")
+        )
+
+    def begin(self, model: str, seq_id: int) -> Future[None]:
+        """Hands in that an operation may leave files in the storage from now on."""
+        return self._put((_of(model, seq_id).values(has_begun=True), {}))
+
+    def finish(self, model: str, seq_id: int, outcome: Done | Failed) -> Future[None]:
+        """Hands in the outcome of an operation."""
+        encoded = encode_outcome(outcome)
+        values = {"outcome": encoded, "finished_at": self._clock()}
+        return self._put(
+            (_of(model, seq_id).values(**values), {}), num_bytes=len(encoded)
+        )
+
+    def queue(self, piece: LoggedPiece) -> Future[None]:
+        """Hands in a piece of work that the device was given."""
+        parts = [[p.model, p.seq_id, p.number, p.num_tokens] for p in piece.parts]
+        row = {"number": piece.number, "rows": piece.rows, "parts": json.dumps(parts)}
+        return self._put((self._new(_PIECES), row))
+
+    def cover(self, model: LoggedModel, pieces: Iterable[int]) -> Future[None]:
+        """Hands in that a model has a snapshot, was unloaded or has failed.
+
+        Args:
+            model: The model.
+            pieces: Numbers of the pieces of work that no model needs any more.
+        """
+        row = dataclasses.asdict(model)
+        insert = self._insert(_MODELS).values(**row)
+        upsert = insert.on_conflict_do_update(index_elements=["id"], set_=row)
+        covered = (
+            sa.update(_OPERATIONS)
+            .where(_OPERATIONS.c.model == model.id)
+            .where(_OPERATIONS.c.seq_id <= model.covered_seq)
+            .where(_OPERATIONS.c.data.is_not(None))
+            .values(data=None)
+        )
+        done = sa.delete(_PIECES).where(_PIECES.c.number == sa.bindparam("done"))
+        rows = [{"done": number} for number in pieces]
+        deletion = [(done, rows)] if rows else []
+        return self._put((upsert, {}), (covered, {}), *deletion)
+
+    def forget(self, keep_seconds: float) -> Future[None]:
+        """Hands in that covered operations are not kept which ended earlier than so."""
+        before = self._clock() - keep_seconds
+        covered = (
+            sa.select(_MODELS.c.id)
+            .where(_MODELS.c.id == _OPERATIONS.c.model)
+            .where(_MODELS.c.covered_seq >= _OPERATIONS.c.seq_id)
+        )
+        old = (
+            sa.delete(_OPERATIONS)
+            .where(_OPERATIONS.c.finished_at < before)
+            .where(sa.exists(covered))
+        )
+        return self._put((old, {}))
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until all that was handed in is on disk.
+
+        Raises:
+            TimeoutError: That is not so after `timeout` seconds.
+        """
+        self._put().result(timeout)
+
+    def _new(self, table: sa.Table) -> sa.Executable:
+        # A transaction may be on disk although the connection broke before the server
+        # said so. It is then written again.
+        return self._insert(table).on_conflict_do_nothing()
+
+    def _put(
+        self, *statements: tuple[sa.Executable, Any], num_bytes: int = 0
+    ) -> Future[None]:
+        is_written: Future[None] = Future()
+        self._entries.put(_Entry(statements, num_bytes, is_written))
+        return is_written
+
+    # ---- the thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            entries, is_open = self._next()
+            if not entries:
+                continue
+            try:
+                self._write(entries)
+            except BaseException as error:
+                for entry in entries:
+                    entry.is_written.set_exception(error)
+            else:
+                for entry in entries:
+                    entry.is_written.set_result(None)
+
+    def _next(self) -> tuple[list[_Entry], bool]:
+        """Waits for entries; returns them, and whether there can be more."""
+        found: list[_Entry] = []
+        num_bytes = 0
+        while len(found) < _MOST_AT_ONCE and num_bytes < _MOST_BYTES_AT_ONCE:
+            try:
+                entry = self._entries.get(block=not found)
+            except queue.Empty:
+                break
+            if entry is None:
+                return found, False
+            found.append(entry)
+            num_bytes += entry.num_bytes
+        return found, True
+
+    def _write(self, entries: Sequence[_Entry]) -> None:
+        """Writes entries in one transaction, as often as it takes."""
+        seconds, longest = _RETRY_SECONDS
+        while True:
+            begun = time.monotonic()
+            try:
+                self._commit(entries)
+            except Exception as error:
+                self.is_fenced |= isinstance(error, Fenced)
+                if self.trouble is None:
+                    logger.error("nothing is acknowledged: %s", error)
+                self.trouble = str(error)
+                if self.is_fenced or self._is_closing.wait(seconds):
+                    raise
+                seconds = min(longest, 2 * seconds)
+            else:
+                if self.trouble is not None:
+                    logger.info("the database can be written again")
+                self.trouble = None
+                self.last_seconds = time.monotonic() - begun
+                self.commits += 1
+                self.commits_seconds += self.last_seconds
+                return
+
+    def _commit(self, entries: Sequence[_Entry]) -> None:
+        mine = (
+            sa.update(_OWNERS)
+            .where(_OWNERS.c.token == self._token)
+            .values(token=self._token)
+        )
+        with self._database.writing() as connection:
+            if connection.execute(mine).rowcount != 1:
+                raise Fenced(
+                    "another server has taken the database, and goes on in place of "
+                    "this one. Stop this one."
+                )
+            for entry in entries:
+                for statement, values in entry.statements:
+                    connection.execute(statement, values)
+
+    # ---- reading ---------------------------------------------------------------------
+
+    def read(self) -> Contents:
+        """Reads what a server goes on from.
+
+        Raises:
+            StorageError: The database cannot be read.
+        """
+        is_covered = sa.and_(
+            _MODELS.c.id == _OPERATIONS.c.model,
+            _MODELS.c.covered_seq >= _OPERATIONS.c.seq_id,
+        )
+        uncovered = (
+            sa.select(_OPERATIONS)
+            .where(~sa.exists(sa.select(_MODELS.c.id).where(is_covered)))
+            .order_by(_OPERATIONS.c.model, _OPERATIONS.c.seq_id)
+        )
+        with self._database.reading() as connection:
+            models = connection.execute(sa.select(_MODELS).order_by(_MODELS.c.id))
+            found = tuple(map(_logged_model, models))
+            operations = connection.execute(uncovered)
+            logged = tuple(map(_logged, operations))
+            pieces = connection.execute(sa.select(_PIECES).order_by(_PIECES.c.number))
+            queued = tuple(map(_logged_piece, pieces))
+        return Contents(models=found, operations=logged, pieces=queued)
+
+    def find(self, model: str, seq_id: int) -> Logged | None:
+        """Finds an operation by its number.
+
+        Raises:
+            StorageError: The database cannot be read.
+        """
+        c = _OPERATIONS.c
+        return self._find(sa.and_(c.model == model, c.seq_id == seq_id))
+
+    def find_request(self, request_id: str) -> Logged | None:
+        """Finds an operation by its id.
+
+        Raises:
+            StorageError: The database cannot be read.
+        """
+        return self._find(_OPERATIONS.c.request_id == request_id)
+
+    def _find(self, condition: sa.ColumnElement[bool]) -> Logged | None:
+        with self._database.reading() as connection:
+            row = connection.execute(sa.select(_OPERATIONS).where(condition)).first()
+        return None if row is None else _logged(row)
+
+
+class _Lock:
+    """Keeps a second server from a database as long as this process has it."""
+
+    def __init__(self, database: Database):
+        self._handle, self._connection = -1, None
+        if database.is_sqlite:
+            path = f"{database.engine.url.database}.lock"
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._handle)
+                raise _taken(str(database.engine.url.database)) from None
+        else:
+            self._connection = database.engine.connect()
+            lock = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK))
+            is_mine = self._connection.scalar(lock)
+            self._connection.commit()
+            if not is_mine:
+                self._connection.close()
+                raise _taken(str(database.engine.url.database))
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        if self._connection is not None:
+            self._connection.invalidate()  # the lock ends with the connection
+            self._connection.close()
+
+
+def _taken(name: str) -> ConfigError:
+    return ConfigError(
+        f"another server uses the database {name}. Stop it first, or set another "
+        "folder or database."
+    )
+
+
+def _of(model: str, seq_id: int) -> sa.Update:
+    c = _OPERATIONS.c
+    return sa.update(_OPERATIONS).where(c.model == model, c.seq_id == seq_id)
+
+
+def _logged_model(row: Any) -> LoggedModel:
+    return LoggedModel(**row._mapping)
+
+
+def _logged(row: Any) -> Logged:
+    return Logged(
+        model=row.model,
+        seq_id=row.seq_id,
+        request_id=row.request_id,
+        tenant=row.tenant,
+        encoded=Encoded(kind=row.kind, text=row.text, data=row.data),
+        digest=row.digest,
+        has_begun=row.has_begun,
+        outcome=None if row.outcome is None else decode_outcome(row.outcome),
+    )
+
+
+def _logged_piece(row: Any) -> LoggedPiece:
+    parts = tuple(
+        Part(model=model, seq_id=seq_id, number=number, num_tokens=num_tokens)
+        for model, seq_id, number, num_tokens in json.loads(row.parts)
+    )
+    return LoggedPiece(number=row.number, rows=row.rows, parts=parts)

@@ -1,0 +1,275 @@
+"""What tenants have on a server: sessions, models, checkpoints, uploads, jobs."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import sqlalchemy as sa
+import sqlalchemy.exc
+
+from jaxlora.errors import JaxloraError
+from jaxlora.serve.database import Database, metadata
+
+Kind = Literal["session", "model", "sampler", "checkpoint", "upload", "job"]
+
+_ENTRIES = sa.Table(
+    "entries",
+    metadata,
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("id", sa.String(512), primary_key=True),
+    sa.Column("tenant", sa.String(63), nullable=False),
+    sa.Column("parent", sa.String(512)),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("touched_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False),
+    sa.Column("is_public", sa.Boolean, nullable=False),
+    sa.Column("fields", sa.JSON, nullable=False),
+    sa.Index("entries_of_tenants", "tenant", "kind", "created_at"),
+    sa.Index("entries_of_parents", "kind", "parent"),
+    sa.Index("entries_that_expire", "kind", "expires_at"),
+)
+_COLUMNS = ("parent", "touched_at", "expires_at", "num_bytes", "is_public")
+
+
+class NotFound(JaxloraError):
+    """A tenant has no such thing; whether another has it, nobody learns."""
+
+
+class Taken(JaxloraError):
+    """There is something by this id already."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A session, model, sampler, checkpoint, upload or job.
+
+    Attributes:
+        kind: What it is.
+        id: Its id, which is unique among those of its kind.
+        tenant: Whose it is.
+        parent: Id of what it belongs to: a model's session, a checkpoint's model.
+        created_at: When it was made, in Unix seconds.
+        touched_at: When it was used last: a session's last heartbeat.
+        expires_at: When it is deleted; None: never.
+        num_bytes: Bytes that it has in the storage.
+        is_public: Whether all tenants may read it.
+        fields: Whatever else is known about it, as JSON.
+    """
+
+    kind: Kind
+    id: str
+    tenant: str
+    parent: str | None
+    created_at: float
+    touched_at: float
+    expires_at: float | None
+    num_bytes: int
+    is_public: bool
+    fields: Mapping[str, Any]
+
+
+class Registry:
+    """The entries of all tenants. Any thread may use it; calls take milliseconds."""
+
+    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time):
+        """Makes the object.
+
+        Args:
+            database: Where the entries are.
+            clock: Returns Unix seconds.
+        """
+        self._database, self._clock = database, clock
+
+    def add(
+        self,
+        kind: Kind,
+        tenant: str,
+        id: str | None = None,
+        *,
+        parent: str | None = None,
+        expires_in: float | None = None,
+        num_bytes: int = 0,
+        **fields: Any,
+    ) -> str:
+        """Adds an entry; returns its id.
+
+        Args:
+            kind: What it is.
+            tenant: Whose it is.
+            id: Its id; None: 128 random bits.
+            parent: What it belongs to.
+            expires_in: Seconds until it is deleted; None: never.
+            num_bytes: Bytes that it has in the storage.
+            **fields: Whatever else is to be known about it, as JSON.
+
+        Raises:
+            Taken: There is one by this id.
+        """
+        now = self._clock()
+        row = {
+            "kind": kind,
+            "id": secrets.token_hex(16) if id is None else id,
+            "tenant": tenant,
+            "parent": parent,
+            "created_at": now,
+            "touched_at": now,
+            "expires_at": None if expires_in is None else now + expires_in,
+            "num_bytes": num_bytes,
+            "is_public": False,
+            "fields": fields,
+        }
+        try:
+            with self._database.writing() as connection:
+                connection.execute(_ENTRIES.insert().values(row))
+        except sa.exc.IntegrityError:
+            raise Taken(f"there is a {kind} {id!r} already.") from None
+        return row["id"]
+
+    def owned(
+        self, tenant: str, kind: Kind, id: str, *, or_public: bool = False
+    ) -> Entry:
+        """Returns an entry of a tenant. All checks of ownership are this one.
+
+        Args:
+            tenant: Whose it must be.
+            kind: What it must be.
+            id: Its id.
+            or_public: Whether it may be another tenant's that all may read.
+
+        Raises:
+            NotFound: The tenant has none; the text is the same if another has it.
+        """
+        with self._database.reading() as connection:
+            return _owned(connection, tenant, kind, id, or_public=or_public)
+
+    def list(
+        self,
+        tenant: str | None,
+        kind: Kind,
+        *,
+        parent: str | None = None,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> Sequence[Entry]:
+        """Returns a tenant's entries of a kind, the newest first.
+
+        Args:
+            tenant: The tenant; None: all, for the server itself and for `admin`.
+            kind: The kind.
+            parent: Only those that belong to this.
+            limit: At most so many.
+            offset: Without the first ones.
+        """
+        order = _ENTRIES.c.created_at.desc(), _ENTRIES.c.id
+        found = self._of(sa.select(_ENTRIES), tenant, kind, parent).order_by(*order)
+        with self._database.reading() as connection:
+            rows = connection.execute(found.limit(limit).offset(offset))
+            return [Entry(**row._asdict()) for row in rows]
+
+    def count(
+        self, tenant: str | None, kind: Kind, *, parent: str | None = None
+    ) -> int:
+        """Returns how many entries `list` has without a limit."""
+        found = self._of(sa.select(sa.func.count()), tenant, kind, parent)
+        with self._database.reading() as connection:
+            return connection.scalar(found.select_from(_ENTRIES)) or 0
+
+    def stored_bytes(self, tenant: str) -> int:
+        """Returns the bytes that a tenant's entries have in the storage."""
+        total = sa.func.coalesce(sa.func.sum(_ENTRIES.c.num_bytes), 0)
+        with self._database.reading() as connection:
+            found = connection.scalar(
+                sa.select(total).where(_ENTRIES.c.tenant == tenant)
+            )
+        return int(found or 0)
+
+    def update(self, tenant: str, kind: Kind, id: str, **changes: Any) -> Entry:
+        """Changes an entry; returns it.
+
+        Args:
+            tenant: Whose it must be.
+            kind: What it must be.
+            id: Its id.
+            **changes: Attributes of `Entry`, or fields, which are added to the others.
+
+        Raises:
+            NotFound: As for `owned`.
+        """
+        columns = {key: changes.pop(key) for key in _COLUMNS if key in changes}
+        with self._database.writing() as connection:
+            entry = _owned(connection, tenant, kind, id)
+            columns["fields"] = dict(entry.fields) | changes
+            connection.execute(self._one(_ENTRIES.update(), entry).values(columns))
+        return dataclasses.replace(entry, **columns)
+
+    def touch(self, tenant: str, kind: Kind, id: str) -> Entry:
+        """Notes that an entry is in use, such as by a heartbeat.
+
+        Raises:
+            NotFound: As for `owned`.
+        """
+        return self.update(tenant, kind, id, touched_at=self._clock())
+
+    def delete(self, tenant: str, kind: Kind, id: str) -> None:
+        """Deletes an entry, and nothing in the storage.
+
+        Raises:
+            NotFound: As for `owned`.
+        """
+        with self._database.writing() as connection:
+            entry = _owned(connection, tenant, kind, id)
+            connection.execute(self._one(_ENTRIES.delete(), entry))
+
+    def expired(self, kind: Kind) -> Sequence[Entry]:
+        """Returns the entries of a kind, of all tenants, whose time is over."""
+        c = _ENTRIES.c
+        found = sa.select(_ENTRIES).where(c.kind == kind, c.expires_at <= self._clock())
+        with self._database.reading() as connection:
+            return [Entry(**row._asdict()) for row in connection.execute(found)]
+
+    def untouched(self, kind: Kind, seconds: float) -> Sequence[Entry]:
+        """Returns the entries of a kind, of all tenants, not used for some seconds."""
+        c, before = _ENTRIES.c, self._clock() - seconds
+        found = sa.select(_ENTRIES).where(c.kind == kind, c.touched_at <= before)
+        with self._database.reading() as connection:
+            return [Entry(**row._asdict()) for row in connection.execute(found)]
+
+    def _of[T: sa.Select](
+        self, found: T, tenant: str | None, kind: Kind, parent: str | None
+    ) -> T:
+        found = found.where(_ENTRIES.c.kind == kind)
+        if tenant is not None:
+            found = found.where(_ENTRIES.c.tenant == tenant)
+        return found if parent is None else found.where(_ENTRIES.c.parent == parent)
+
+    def _one(self, statement: Any, entry: Entry) -> Any:
+        c = _ENTRIES.c
+        return statement.where(c.kind == entry.kind, c.id == entry.id)
+
+
+def _owned(
+    connection: sa.Connection,
+    tenant: str,
+    kind: str,
+    id: Any,
+    *,
+    or_public: bool = False,
+) -> Entry:
+    found = sa.select(_ENTRIES).where(_ENTRIES.c.kind == kind, _ENTRIES.c.id == id)
+    row = None
+    if _is_text(id):
+        row = connection.execute(found.with_for_update()).one_or_none()
+    if row is None or not (row.tenant == tenant or (or_public and row.is_public)):
+        raise NotFound(f"there is no {kind} {id!r:.600} of yours.")
+    return Entry(**row._asdict())
+
+
+def _is_text(id: Any) -> bool:
+    """Whether a database can hold a text, which comes from a client."""
+    try:
+        return "\0" not in id and len(id.encode()) <= 512
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        return False

@@ -1,0 +1,400 @@
+"""Where open adapters are: in slots, parked on the host, or in files."""
+
+import dataclasses
+import logging
+import pathlib
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import safetensors.numpy
+from jax.sharding import Sharding
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.optimizers.state import Kind
+from jaxlora.adapters.optimizers.table import ADAMW
+from jaxlora.adapters.parked_slot import PARAMS, ParkedSlot, adapter_from_rows
+from jaxlora.adapters.slots import SlotTable
+from jaxlora.session.slot_programs import SlotPrograms
+
+logger = logging.getLogger(__name__)
+
+Place = Literal["slot", "host", "file"]
+PENDING: Kind = "pending"  # of gradients beside the kinds of a slot's state
+_MOST_LEAVING = 4  # adapters whose copies are still on the device
+# Most bytes of parked adapters in memory that the device reads by itself.
+_PINNED_BYTES = 32 * 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """Gradients of an adapter that no optimizer step has used yet, on the host.
+
+    Attributes:
+        tensors: The gradients at the adapter's own rank, float32, by dotted path.
+        is_finite: Whether the losses and hidden states behind them are finite.
+    """
+
+    tensors: dict[str, np.ndarray]
+    is_finite: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WholeState:
+    """All that an adapter needs to go on with the same bits.
+
+    Attributes:
+        parked: Weights and moments.
+        gradients: Gradients since the last optimizer step; None: there are none.
+    """
+
+    parked: ParkedSlot
+    gradients: Gradients | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Rows:
+    """Rows of a slot by kind, flat, in the host's memory.
+
+    Attributes:
+        flat: The rows. As arrays of JAX they are in memory that the device can read and
+            write by itself, and they may still be on their way.
+        is_finite: Goes with those of gradients; None: there are none.
+    """
+
+    flat: Mapping[Kind, jax.Array | np.ndarray]
+    is_finite: jax.Array | np.ndarray | None
+
+    def on_host(self) -> dict[Kind, np.ndarray]:
+        """Waits for the rows, and returns them."""
+        return {kind: np.asarray(rows) for kind, rows in self.flat.items()}
+
+    def unpin(self) -> None:
+        """Moves the rows to memory of which there is more."""
+        self.flat = {kind: np.array(rows) for kind, rows in self.flat.items()}
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(isinstance(rows, jax.Array) for rows in self.flat.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self.flat.values())
+
+
+@dataclasses.dataclass(slots=True)
+class _File:
+    """Rows in a file.
+
+    Attributes:
+        path: The file.
+        written: Done when it is written.
+        is_finite: As in `_Rows`.
+    """
+
+    path: pathlib.Path
+    written: Future[None]
+    is_finite: jax.Array | np.ndarray | None
+
+    def read(self) -> _Rows:
+        """Reads the rows."""
+        self.written.result()
+        return _Rows(safetensors.numpy.load_file(self.path), self.is_finite)
+
+    def remove(self) -> None:
+        """Removes the file."""
+        self.written.result()
+        self.path.unlink()
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Resident:
+    """An adapter, wherever it is.
+
+    Attributes:
+        like: The adapter without its values, which says its modules and ranks.
+        slot: Its slot; None: it is in none.
+        has_gradients: Whether there are gradients since its last optimizer step.
+        came: When it came into its slot, in the units of `Residence.bring`.
+        away: Its state while it is in no slot; an adapter has taken no step.
+    """
+
+    like: Adapter
+    slot: int | None = None
+    has_gradients: bool = False
+    came: int = 0
+    away: "Adapter | WholeState | _Rows | _File | None" = dataclasses.field(
+        default=None, init=False, repr=False
+    )
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        if self.slot is not None:
+            return "slot"
+        return "file" if isinstance(self.away, _File) else "host"
+
+
+class Residence:
+    """Brings adapters into slots when their turn comes, and parks others for them.
+
+    An adapter takes weights, moments and pending gradients with it, so it goes on with
+    the same bits. Copies to the host and back are queued behind the work of the device,
+    which makes them by itself while the host goes on.
+    """
+
+    def __init__(
+        self,
+        table: SlotTable,
+        programs: SlotPrograms,
+        num_slots: int,
+        *,
+        min_stay: int,
+        host_bytes: int | None = None,
+        folder: pathlib.Path | None = None,
+    ):
+        """Starts with empty slots.
+
+        Args:
+            table: The slots.
+            programs: The programs of a session.
+            num_slots: Their number.
+            min_stay: How long an adapter stays in its slot if another one can leave.
+            host_bytes: Memory of the host for parked adapters, beyond which those that
+                were used least recently go to files; None: there is no bound.
+            folder: Folder for these files, which no one else uses.
+        """
+        assert host_bytes is None or folder is not None, "the rest needs a folder"
+        self._table, self._programs = table, programs
+        self._min_stay, self._bound, self._folder = min_stay, host_bytes, folder
+        self._free = deque(range(num_slots))
+        # The least recently used are first.
+        self._here: dict[Resident, None] = {}
+        self._parked: dict[Resident, None] = {}
+        self._leaving: deque[_Rows] = deque()
+        self._files = 0
+        self._writer: ThreadPoolExecutor | None = None
+        self.num_moves = 0
+
+    def add(self, one: Resident, state: Adapter | WholeState) -> None:
+        """Takes an adapter, which gets a slot if one is free.
+
+        Args:
+            one: The adapter.
+            state: Its state; an adapter has taken no step.
+        """
+        one.away = state
+        if self._free:
+            self._enter(one)
+        else:
+            self._parked[one] = None
+
+    def bring(
+        self, some: Sequence[Resident], busy: Collection[Resident], now: int
+    ) -> list[int]:
+        """Brings adapters into slots, of which there are enough.
+
+        Args:
+            some: The adapters.
+            busy: Those that have work, which leave only if no others can.
+            now: The present time.
+
+        Returns:
+            The slot of each.
+        """
+        for one in some:
+            if one.slot is None and not self._free:
+                self.park(self._victim(some, busy, now))
+            if one.slot is None:
+                self._enter(one)
+                one.came = now
+            self._here.pop(one)
+            self._here[one] = None  # as the one that was used last
+        return [one.slot for one in some if one.slot is not None]
+
+    def _victim(
+        self, some: Sequence[Resident], busy: Collection[Resident], now: int
+    ) -> Resident:
+        """Returns the adapter that leaves its slot."""
+        others = [one for one in self._here if one not in some]
+        return min(
+            others,
+            key=lambda one: (
+                one in busy,
+                now - one.came < self._min_stay,
+                one.has_gradients,
+            ),
+        )
+
+    def remove(self, one: Resident) -> None:
+        """Forgets an adapter, and empties its slot."""
+        if one.slot is not None:
+            self._table.clear(one.slot)
+            self._free.appendleft(one.slot)
+            del self._here[one]
+        self._parked.pop(one, None)
+        if isinstance(one.away, _File):
+            one.away.remove()
+        one.slot = one.away = None
+
+    # ---- reading ---------------------------------------------------------------------
+
+    def begin_reading(self, one: Resident) -> Callable[[], Adapter]:
+        """Queues a copy of the weights of an adapter, wherever it is.
+
+        Returns:
+            A function that brings the copy to the host. Any thread may call it.
+        """
+        like, away = one.like, one.away
+        if one.slot is not None:
+            return self._table.begin_reading(one.slot, like)
+        if isinstance(away, Adapter):
+            return lambda: away
+        if isinstance(away, WholeState):
+            return lambda: away.parked.adapter(like)
+        rows = self._rows(one)
+
+        def read() -> Adapter:
+            flat = {PARAMS: rows.on_host()[PARAMS]}
+            return adapter_from_rows(self._table.unpad(flat, like)[PARAMS], like)
+
+        return read
+
+    def begin_copy(self, one: Resident) -> Callable[[], WholeState]:
+        """Queues a copy of all of an adapter; see `begin_reading`."""
+        like, away = one.like, one.away
+        if isinstance(away, WholeState):
+            return lambda: away
+        if isinstance(away, Adapter):
+            return lambda: WholeState(parked=_fresh(away))
+        rows = self._rows(one) if one.slot is None else self._lift(one)
+
+        def read() -> WholeState:
+            kinds = self._table.unpad(rows.on_host(), like)
+            tensors, gradients = kinds.pop(PENDING, None), None
+            if tensors is not None:
+                is_finite = bool(np.asarray(rows.is_finite))
+                gradients = Gradients(tensors=tensors, is_finite=is_finite)
+            return WholeState(parked=ParkedSlot.of(kinds), gradients=gradients)
+
+        return read
+
+    # ---- moving ----------------------------------------------------------------------
+
+    def _lift(self, one: Resident) -> _Rows:
+        """Queues a copy of a slot, and its way to the host."""
+        assert one.slot is not None
+        flat, is_finite = self._table.lift(one.slot), None
+        if one.has_gradients:
+            pending, number = self._table.state.pending, np.int32(one.slot)
+            flat[PENDING] = self._programs.read(pending.gradients, number)
+            is_finite = self._programs.read_finite(pending.is_finite, number)
+        where = {kind: _pinned(rows) for kind, rows in flat.items()}
+        return _Rows(jax.device_put(flat, where), is_finite)
+
+    def park(self, one: Resident) -> None:
+        """Takes an adapter out of its slot, if it is in one."""
+        if one.slot is None:
+            return
+        slot, rows = one.slot, self._lift(one)
+        one.away, one.slot = rows, None
+        del self._here[one]
+        self._parked[one] = None
+        self._table.forget(slot)
+        self._free.append(slot)
+        self.num_moves += 1
+        self._leaving.append(rows)
+        while len(self._leaving) > _MOST_LEAVING:
+            jax.block_until_ready(self._leaving.popleft().flat)
+        self._make_room()
+
+    def _enter(self, one: Resident) -> None:
+        """Puts an adapter into a free slot."""
+        slot, table, away = self._free[0], self._table, one.away
+        if isinstance(away, Adapter):
+            table.load(slot, away, ADAMW.name)
+        elif isinstance(away, WholeState):
+            table.restore(slot, away.parked, one.like)
+            if (gradients := away.gradients) is not None:
+                flat = table.flat(gradients.tensors)
+                self._write_gradients(slot, flat, gradients.is_finite)
+        else:
+            rows = self._rows(one)
+            flat = {**rows.flat}
+            if rows.is_pinned:
+                where = table.state.pending.is_finite.sharding
+                flat = jax.device_put(flat, where)
+            pending = flat.pop(PENDING, None)
+            state = self._programs.write(table.state, np.int32(slot), flat)
+            table.adopt(slot, state, one.like)
+            if pending is not None:
+                self._write_gradients(slot, pending, rows.is_finite)
+        self._free.popleft()
+        self._parked.pop(one, None)
+        if isinstance(away, _File):
+            away.remove()
+        one.slot, one.away = slot, None
+        self._here[one] = None
+
+    def _write_gradients(
+        self, slot: int, flat: jax.Array | np.ndarray, is_finite: Any
+    ) -> None:
+        state = self._table.state
+        if not isinstance(is_finite, jax.Array):
+            is_finite = np.asarray(is_finite, np.bool_)
+        given = state.pending, np.int32(slot), flat, is_finite
+        pending = self._programs.write_gradients(*given)
+        self._table.state = dataclasses.replace(state, pending=pending)
+
+    # ---- files -----------------------------------------------------------------------
+
+    def _rows(self, one: Resident) -> _Rows:
+        """Returns the rows of an adapter in no slot, read from its file if need be."""
+        if isinstance(one.away, _File):
+            return one.away.read()
+        assert isinstance(one.away, _Rows)
+        return one.away
+
+    def _make_room(self) -> None:
+        """Moves adapters that were used least recently to where there is more room."""
+        here = [(o, o.away) for o in self._parked if isinstance(o.away, _Rows)]
+        pinned = sum(rows.num_bytes for _, rows in here if rows.is_pinned)
+        used = sum(rows.num_bytes for _, rows in here)
+        for one, rows in here:
+            if self._bound is not None and used > self._bound:
+                used -= rows.num_bytes
+                pinned -= rows.num_bytes * rows.is_pinned
+                one.away = self._write(rows)
+            elif rows.is_pinned and pinned > _PINNED_BYTES:
+                pinned -= rows.num_bytes
+                rows.unpin()
+
+    def _write(self, rows: _Rows) -> _File:
+        """Begins to write rows into a file."""
+        assert self._folder is not None
+        if self._writer is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._writer = ThreadPoolExecutor(1, "jaxlora-cold")
+        self._files += 1
+        path = self._folder / f"{self._files}.safetensors"
+
+        def write() -> None:
+            safetensors.numpy.save_file(rows.on_host(), path)
+
+        return _File(path, self._writer.submit(write), rows.is_finite)
+
+
+def _pinned(rows: jax.Array) -> Sharding:
+    """Returns the memory of the host that the device of an array uses by itself."""
+    return rows.sharding.with_memory_kind("pinned_host")
+
+
+def _fresh(adapter: Adapter) -> ParkedSlot:
+    """Returns the state of an adapter that has taken no step."""
+    weights = adapter.by_path()
+    zeros = {path: np.zeros_like(array) for path, array in weights.items()}
+    kinds = {PARAMS: weights, "mu": zeros, "nu": zeros}
+    return ParkedSlot.of(kinds, ADAMW.name)

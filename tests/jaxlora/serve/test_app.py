@@ -1,0 +1,335 @@
+"""What every request and answer goes through, whatever its route."""
+
+import asyncio
+import logging
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from typing import Annotated
+
+import httpx
+import pydantic
+import pytest
+import yaml
+import zstandard
+from fastapi import Depends, FastAPI, Request
+from fastapi.testclient import TestClient
+
+from jaxlora.cli.main import main
+from jaxlora.config.serve_config import ServeConfig
+from jaxlora.errors import DeviceError
+from jaxlora.hf.load import load_model
+from jaxlora.serve.app import delete_expired, make_app, make_server
+from jaxlora.serve.keys import Principal, allowed
+from jaxlora.serve.limits import OverQuota
+from jaxlora.serve.server import Server
+from tests import tiny
+from tests.jaxlora.session.conftest import SETTINGS
+
+KEY = "alice/0f:train:0/weights/first"
+Trainer = Annotated[Principal, Depends(allowed("train"))]
+
+
+class Settings(pydantic.BaseModel):
+    """The body of a route that the tests add."""
+
+    rank: int
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(tiny.write_model(tmp_path_factory.mktemp("app") / "model"))
+
+
+def make(model, folder: pathlib.Path, **settings) -> tuple[Server, FastAPI]:
+    """A server with some more routes, which do what tests ask for."""
+    config = ServeConfig(
+        model="m", folder=str(folder / "serve"), session=SETTINGS, **settings
+    )
+    server = make_server(config, model)
+    app = make_app(server)
+
+    @app.post("/size")
+    async def size(request: Request, who: Trainer):
+        return {"size": len(await request.body()), "tenant": who.tenant}
+
+    @app.post("/rank")
+    async def rank(settings: Settings):
+        return settings
+
+    @app.get("/fail/{how}")
+    async def fail(how: str):
+        raise {
+            "unexpected": RuntimeError("the text of a tenant"),
+            "device": DeviceError("memory is full"),
+            "quota": OverQuota("wait"),
+        }[how]
+
+    return server, app
+
+
+@pytest.fixture
+def local(model, tmp_path):
+    with TestClient(make(model, tmp_path)[1], base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.fixture
+def server(model, tmp_path):
+    limits = {"body_bytes": 1000, "open_bytes": 1500, "body_seconds": 0.05}
+    return make(model, tmp_path, keys=True, limits=limits)
+
+
+@pytest.fixture
+def client(server):
+    with TestClient(server[1]) as client:
+        yield client
+
+
+def headers(server, *scopes: str) -> dict[str, str]:
+    return {"x-api-key": server[0].keys.add("alice", scopes)}
+
+
+def test_without_a_key_nothing_is_answered(client, server):
+    """Not even whether there is such a route, or whether the body is too large."""
+    for method, path in (("GET", "/none"), ("POST", "/size"), ("GET", "/fail/device")):
+        answer = client.request(method, path, content=bytes(5000))
+        assert answer.status_code == 401, path
+        assert "this request has no key. Send the key" in answer.json()["detail"]
+        assert answer.headers["www-authenticate"] == "Bearer"
+    wrong = {"x-api-key": "tml-local"}
+    assert "this key is not valid" in client.get("/none", headers=wrong).text
+    assert client.get("/healthz").json() == {"status": "ok"}
+
+
+def test_a_key_is_read_from_either_header_and_has_scopes(client, server):
+    key = headers(server, "train")["x-api-key"]
+    for given in ({"x-api-key": key}, {"authorization": f"Bearer {key}"}):
+        answer = client.post("/size", headers=given, content=b"123")
+        assert answer.json() == {"size": 3, "tenant": "alice"}
+    answer = client.post("/size", headers=headers(server, "read", "sample"))
+    assert answer.status_code == 403
+    assert "this key does not allow train, only read, sample" in answer.text
+    assert client.post("/size", headers=headers(server, "admin")).status_code == 200
+
+
+def test_bodies_are_bounded_before_they_are_read(client, server):
+    own = headers(server, "train")
+    send = lambda body, **more: client.post("/size", headers=own | more, content=body)
+    assert send(bytes(1000)).json()["size"] == 1000
+    assert send(bytes(1001)).status_code == 413
+    assert send(b"", **{"content-length": "9" * 30}).status_code == 413
+    assert send(b"", **{"content-length": "-1"}).status_code == 400
+    assert send(iter([bytes(600)] * 2)).status_code == 413  # its length is not said
+    assert send(iter([bytes(600)])).json()["size"] == 600
+    zstd = {"content-encoding": "zstd"}
+    assert send(zstandard.compress(bytes(1000)), **zstd).json()["size"] == 1000
+    assert send(zstandard.compress(bytes(1001)), **zstd).status_code == 413
+    assert send(b"no zstd", **zstd).status_code == 400
+    answer = send(b"", **{"content-encoding": "gzip"})
+    assert answer.status_code == 415 and "Use zstd or none" in answer.text
+
+
+def asgi(app: FastAPI, scope: dict, receive) -> list[dict]:
+    """Sends a request message by message."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    base = {"type": "http", "method": "POST", "path": "/size", "query_string": b""}
+    base |= {"root_path": "", "scheme": "http", "server": ("localhost", 80)}
+    asyncio.run(app(base | scope, receive, send))
+    return sent
+
+
+def test_a_body_that_does_not_come_is_given_up(server):
+    """As are those beyond what a tenant may have open at once."""
+    _, app = server
+    key = headers(server, "train")["x-api-key"].encode()
+    own = [(b"x-api-key", key), (b"content-length", b"900")]
+    statuses = []
+
+    async def never():
+        # Another request meanwhile, of the same tenant.
+        async def send(message):
+            statuses.append(message.get("status"))
+
+        scope = {"type": "http", "method": "POST", "path": "/size", "headers": own}
+        scope |= {"query_string": b"", "root_path": "", "scheme": "http"}
+        await app(scope, never, send)
+        await asyncio.sleep(3600)
+
+    (start, _) = asgi(app, {"headers": own}, never)
+    assert start["status"] == 408
+    assert statuses[0] == 429
+
+
+def test_pages_of_other_sites_cannot_use_a_local_server(local):
+    """Nor can a name that somebody gives to this machine's address."""
+    assert local.post("/size").status_code == 200
+    assert local.post("/size", headers={"host": "127.0.0.1:8765"}).status_code == 200
+    same = {"origin": "http://localhost:8765"}
+    assert local.post("/size", headers=same).status_code == 200
+    for bad in (
+        "https://evil.example",
+        "null",
+        "http://[",
+        "http://localhost.evil.com",
+    ):
+        answer = local.post("/size", headers={"origin": bad})
+        assert answer.status_code == 403, bad
+        assert "cannot use this server" in answer.text
+    for bad in ("evil.example", "localhost.evil.com", "127.0.0.1.nip.io", "["):
+        answer = local.get("/healthz", headers={"host": bad})
+        assert answer.status_code == 403, bad
+        assert "it answers only as localhost" in answer.text
+
+
+def test_errors_are_sentences_and_show_nothing_of_the_inside(client, server, caplog):
+    own = headers(server, "train")
+    logging.getLogger("jaxlora").propagate = True
+    answer = client.get("/fail/unexpected", headers=own)
+    request_id = answer.headers["x-request-id"]
+    assert answer.status_code == 500
+    assert answer.json() == {
+        "detail": f"an unexpected error; the server's log has it as {request_id}."
+    }
+    assert request_id in caplog.text and "test_app.py" in caplog.text
+    assert "text of a tenant" not in caplog.text
+    assert client.get("/fail/device", headers=own).status_code == 503
+    assert client.get("/fail/quota", headers=own).json() == {"detail": "wait"}
+    assert client.get("/none", headers=own).status_code == 404
+    answer = client.post("/rank", headers=own, json={"rank": "many"})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith("the request: rank: ")
+    assert client.post("/rank", headers=own, content=b"{").status_code == 422
+
+
+def test_answers_have_headers_for_browsers(client):
+    found = client.get("/healthz").headers
+    assert found["x-content-type-options"] == "nosniff"
+    assert found["cache-control"] == "no-store"
+    assert "frame-ancestors 'none'" in found["content-security-policy"]
+    assert "server" not in found and "access-control-allow-origin" not in found
+    preflight = {"origin": "http://testserver", "access-control-request-method": "GET"}
+    answer = client.options("/healthz", headers=preflight)
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_logs_have_no_keys_queries_or_bodies(client, server, caplog):
+    logging.getLogger("jaxlora").propagate = True
+    caplog.set_level(logging.DEBUG, "jaxlora")
+    own = headers(server, "train")
+    client.post("/size?text=private", headers=own, content=b"secret words")
+    lines = [
+        r.getMessage() for r in caplog.records if r.name.startswith("jaxlora.serve")
+    ]
+    assert any("POST /size -> 200" in line for line in lines)
+    for word in ("private", "secret", own["x-api-key"][24:]):
+        assert not any(word in line for line in lines)
+
+
+def test_a_link_downloads_without_a_key(client, server, tmp_path):
+    server, _ = server
+    with server.storage.writing(KEY) as path:
+        path.mkdir()
+        (path / "a.json").write_text("{}")
+    answer = client.get(server.links.path(KEY, 60))
+    (tmp_path / "a.tar").write_bytes(answer.content)
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        assert tar.getnames() == ["first/a.json"]
+    assert answer.headers["content-disposition"] == 'attachment; filename="first.tar"'
+    assert client.get(server.links.path(KEY, 60, file="a.json")).text == "{}"
+    assert client.get(server.links.path(KEY, 0)).status_code == 403
+    assert client.get(server.links.path("alice/none", 60)).status_code == 404
+    link = server.links.path(KEY, 60)
+    assert client.get(link.replace("first", "other")).status_code == 403
+    assert client.get(f"/download/{KEY}").status_code == 422
+
+
+def test_what_is_over_is_deleted_with_its_files(model, tmp_path):
+    server, _ = make(model, tmp_path)
+    for name, expires_in in (("over", -1.0), ("there", 1000.0)):
+        with server.storage.writing(f"alice/m/weights/{name}") as path:
+            path.write_bytes(b"1")
+        server.registry.add(
+            "checkpoint",
+            "alice",
+            name,
+            expires_in=expires_in,
+            key=f"alice/m/weights/{name}",
+        )
+    delete_expired(server)
+    assert [entry.id for entry in server.registry.list(None, "checkpoint")] == ["there"]
+    assert server.storage.list("alice") == {"alice/m/weights/there": 1}
+    server.database.close()
+
+
+def test_keys_on_the_command_line(tmp_path, capsys):
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"model": "m", "folder": str(tmp_path / "serve")}))
+    run = lambda *words: main(["keys", words[0], str(file), *words[1:]])
+    assert run("add", "alice", "--scopes", "train, read", "--expires", "90d") == 0
+    said = capsys.readouterr()
+    key = said.out.strip()
+    assert key.startswith("tml-") and "the server keeps its hash" in said.err
+    assert "this server demands no keys" in said.err
+    assert run("rotate", key[4:20]) == 0
+    new = capsys.readouterr().out.strip()
+    assert run("revoke", new[4:20]) == 0
+    assert f"revoked key {new[4:20]} of alice" in capsys.readouterr().out
+    assert run("list") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    rows = [line for line in lines if line[:1] in ([key[4:20]], [new[4:20]])]
+    assert [row[1:3] for row in rows] == [["alice", "train,read"]] * 2
+    assert "revoked" in rows[1] and "revoked" not in rows[0]
+    assert key[24:] not in str(lines)
+    assert run("add", "Alice") == 1 and "small letters" in capsys.readouterr().err
+    assert run("revoke") == 1
+    assert "needs the id of the key at the end" in capsys.readouterr().err
+
+
+def test_the_extra_that_is_not_installed(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\n")
+    for name in ("sqlalchemy", "jaxlora.serve.database", "jaxlora.serve.app"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    assert main(["keys", "list", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert "needs sqlalchemy, which is not installed. Run: pip install" in said
+
+
+@pytest.mark.grid
+def test_a_server_ends_by_a_signal_and_keeps_others_out(tmp_path, capsys):
+    """It takes its address first, and says it when it takes requests."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    settings = {
+        "model": str(tiny.write_model(tmp_path / "model")),
+        "folder": str(tmp_path / "serve"),
+        "port": port,
+        "session": SETTINGS | {"microbatch_tokens": [32, 96]},
+    }
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "jaxlora", "serve", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        assert httpx.get(f"{address}/healthz").json() == {"status": "ok"}
+        assert main(["serve", str(file)]) == 1
+        assert "Set another port, or host" in capsys.readouterr().err
+        assert main(["serve", str(file), f"port={port + 1}"]) == 1
+        assert "Stop that, or set another folder" in capsys.readouterr().err
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+        assert process.wait() == 0
+    assert time.monotonic() - begin < 10
+    assert "what it has acknowledged is on the disk" in rest
