@@ -22,7 +22,7 @@ from jaxlora.pallas_kernels.triton.arguments import settings_arguments
 from jaxlora.pallas_kernels.triton.launch import Tile, launch
 from jaxlora.pallas_kernels.triton.target import MOST_GATHERED, Target
 
-TILE = Tile(sizes={"BM": 64, "BK": 128}, num_warps=4, num_stages=3)
+TILE = Tile(sizes={"BM": 64, "BK": 64}, num_warps=4, num_stages=4)
 
 
 def gather(
