@@ -137,6 +137,8 @@ def unsupported_gather(
     projections: Sequence[Projection], *, is_gradient: bool
 ) -> str | None:
     """Returns why `gather` cannot compute s or ds of some linears, or None."""
+    if _TARGET.value is None and device.planned_device() is not None:
+        return "plans are made where its packages may be missing"
     if (reason := unsupported_device()) is not None:
         return reason
     if not is_gradient and any(p.dropout is not None for p in projections):
