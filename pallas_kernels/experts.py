@@ -34,7 +34,7 @@ from jaxlora.pallas_kernels.op import (
     passes_of,
     with_gradient,
 )
-from jaxlora.pallas_kernels.producers import Gate, run_producer
+from jaxlora.pallas_kernels.producers import Gate
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.varying import vary, varying_axes
@@ -270,7 +270,12 @@ def _weighted(gradient: RowFunction) -> RowFunction:
 def _mlp_with_gradient(passes: Passes, gate: Gate):
     """Makes the op of a whole MLP of experts."""
 
-    produce = functools.partial(run_producer, passes.backend, passes.precision)
+    def produce(function, arguments, projections, plan, **options):
+        with own_settings(passes.precision):
+            results = passes.backend.produce(
+                function, arguments, projections, plan, **options
+            )
+        return vary(results, varying_axes((arguments, plan)))
 
     @jax.custom_vjp
     def op(x, projections, last, weights, plan):

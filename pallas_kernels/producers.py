@@ -89,16 +89,11 @@ def produce(
     made = check_projections(backend, x, projections, block_adapter)
     arrays = arguments, made, jnp.asarray(block_adapter)
     arrays = vary(arrays, varying_axes(arrays))
-    (x,), s = run_producer(
-        backend, jax.config.jax_default_matmul_precision, function, *arrays
-    )
+    (x,), s = _run(backend, jax.config.jax_default_matmul_precision, function, *arrays)
     return x, s
 
 
-def run_producer(
-    backend: Backend, precision, function, *arrays, is_gradient: bool = False
-):
-    """Calls `Backend.produce` with settings of JAX for kernels."""
+def _run(backend: Backend, precision, function, *arrays, is_gradient: bool = False):
     assert backend.produce is not None
     with own_settings(precision):
         results = backend.produce(function, *arrays, is_gradient=is_gradient)
@@ -163,7 +158,7 @@ def multi_lora_gate(
 @functools.cache
 def gate_with_gradient(passes: Passes, gate: Gate):
     """Makes the op of linears with a gate."""
-    run = functools.partial(run_producer, passes.backend, passes.precision)
+    run = functools.partial(_run, passes.backend, passes.precision)
 
     @jax.custom_vjp
     def op(x, projections, following, layer, block_adapter, s):
