@@ -11,11 +11,10 @@ from jaxlora.pallas_kernels.expert_rows import (
 )
 from jaxlora.pallas_kernels.experts import (
     block_rows_for,
+    expert_gate,
     expert_input,
     expert_linears,
-    expert_mlp,
     expert_output,
-    unsupported_expert_mlp,
 )
 from jaxlora.pallas_kernels.given_mask import GivenMask, pack_mask, unpack_mask
 from jaxlora.pallas_kernels.mosaic.compile import (
@@ -88,9 +87,9 @@ __all__ = [
     "compile_program",
     "dora_gain",
     "dropout_keys",
+    "expert_gate",
     "expert_input",
     "expert_linears",
-    "expert_mlp",
     "expert_output",
     "frozen_linear",
     "gather_rows",
@@ -111,7 +110,6 @@ __all__ = [
     "start_workers",
     "trace_program",
     "unpack_mask",
-    "unsupported_expert_mlp",
     "unsupported_norm_gradient",
     "unsupported_producer",
 ]

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxlora.pallas_kernels.backends import Backend, get_backend
@@ -34,9 +33,8 @@ from jaxlora.pallas_kernels.op import (
     passes_of,
     with_gradient,
 )
-from jaxlora.pallas_kernels.producers import Gate
+from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
-from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
 from jaxlora.pallas_kernels.varying import vary, varying_axes
 
 _SHARED_SLOT_ROWS = 256  # rows of a slot up to which shared blocks are faster
@@ -146,13 +144,6 @@ def expert_input(
     return _input_with_gradient(passes_of(backend, ()))(*arrays)
 
 
-def _rows_and_s(passes: Passes, x, projections, plan: RowPlan):
-    """Gathers rows, with s where a kernel can; None if not."""
-    if _cannot_gather(passes.backend, projections, is_gradient=False):
-        return gather_rows(x, plan), None
-    return _gather(passes, x, projections, plan, is_gradient=False)
-
-
 def _cannot_gather(backend: Backend, projections, *, is_gradient: bool) -> bool:
     if backend.gather is None:
         return True
@@ -189,120 +180,46 @@ def _gather(passes: Passes, x, projections, plan: RowPlan, *, is_gradient: bool)
 
 
 @typing.no_type_check  # `checks.py` has better messages
-def expert_mlp(
-    x: Float[Array, "T D"],
+def expert_gate(
+    x: Float[Array, "S K"],
     projections: Sequence[Projection],
     gate: Gate,
-    last: Projection,
-    weights: Float[Array, "T k"],
+    following: Sequence[Projection],
     plan: RowPlan,
     *,
     implementation: str,
-) -> Float[Array, "T D"]:
-    """`expert_output` of the gated outputs of linears, from tokens to tokens.
-
-    The kernels of the gate and of its gradient also compute s and ds, as those of
-    `multi_lora_gate` do.
+) -> tuple[Float[Array, "S F"], list[Float[Array, "S R"]]]:
+    """`multi_lora_gate` for linears of experts; see `expert_linears` for these.
 
     Args:
-        x: Token rows.
-        projections: The linears that take the rows; see `expert_linears`.
+        x: The rows of `gather_rows`.
+        projections: The linears that share x. Their weights are not stored transposed.
         gate: Makes h of their outputs. Blocks of padding of h may hold anything.
-        last: The linear that takes h.
-        weights: Weight of each token's copy for its j-th expert.
+        following: The linears that take h. They get no gradient here.
         plan: Where the rows are.
-        implementation: Name of a kernel back end for which `unsupported_expert_mlp`
-            returns None.
+        implementation: Name of a kernel back end with `produce`.
+
+    Returns:
+        h, and s of each following linear.
 
     Raises:
         ValueError: As for `expert_linears`.
     """
     backend = get_backend(implementation)
-    made = []
-    for given in (projections, [last]):
-        features = given[0].a.shape[1]
-        rows = jax.ShapeDtypeStruct((plan.num_rows, features), x.dtype)
-        check_experts(backend, rows, given, plan)
-        made.append(tuple(_by_slot(p, plan, features) for p in given))
-    arrays = x, *made, weights, plan
-    arrays = vary(arrays, varying_axes(arrays))
-    return _mlp_with_gradient(passes_of(backend, ()), gate)(*arrays)
-
-
-@typing.no_type_check
-def unsupported_expert_mlp(
-    projections: Sequence[Projection],
-    gate: Gate,
-    last: Projection,
-    plan: RowPlan,
-    dtype: DTypeLike,
-    *,
-    implementation: str,
-) -> str | None:
-    """Returns why a back end cannot run `expert_mlp`, as a clause; None if it can."""
-    backend = get_backend(implementation)
-    if backend.produce is None:
-        return f"{implementation} has no such kernels"
-    if len({p.weight_format for p in projections}) > 1:
-        return "the linears' weights are stored in different formats"
-    y = jax.ShapeDtypeStruct((plan.num_rows, last.a.shape[1]), dtype)
-    rows = jax.ShapeDtypeStruct((plan.num_rows,), jnp.float32)
-    gated = RowArguments([y] * len(projections))
-    weighted = RowArguments([y] * (len(projections) + 1), [rows])
-    unsupported = backend.unsupported_producer
-    return unsupported(gate.function, gated, [last], is_gradient=False) or unsupported(
-        _weighted(gate.gradient), weighted, projections, is_gradient=True
-    )
-
-
-@functools.cache
-def _weighted(gradient: RowFunction) -> RowFunction:
-    """Returns the gradient of a gate, for that of weighted rows and their weights."""
-
-    def function(*arguments):
-        *y, dh, weight = arguments
-        return gradient(*y, dh.astype(jnp.float32) * weight)
-
-    return function
-
-
-@functools.cache
-def _mlp_with_gradient(passes: Passes, gate: Gate):
-    """Makes the op of a whole MLP of experts."""
-
-    def produce(function, arguments, projections, plan, **options):
-        with own_settings(passes.precision):
-            results = passes.backend.produce(
-                function, arguments, projections, plan, **options
-            )
-        return vary(results, varying_axes((arguments, plan)))
-
-    @jax.custom_vjp
-    def op(x, projections, last, weights, plan):
-        return forward(x, projections, last, weights, plan)[0]
-
-    def forward(x, projections, last, weights, plan):
-        rows, s = _rows_and_s(passes, x, projections, plan)
-        y, kept = passes.forward(rows, projections, plan.expert, plan, s, False)
-        arguments = RowArguments(list(y))
-        (h,), s = produce(gate.function, arguments, last, plan, is_gradient=False)
-        (out,), after = passes.forward(h, last, plan.expert, plan, s, False)
-        return combine_rows(out, weights, plan), (kept, y, after, weights)
-
-    def backward(residuals, dy):
-        kept, y, after, weights = residuals
-        _, projections, _, _, plan = kept
-        dh, of_last, of_row = _gradients_of_last(passes, after, weights, dy, False)
-        dweights = _of_weights(after, weights, dh, dy)
-        arguments = RowArguments([*y, dh], [of_row])
-        dy, ds = produce(
-            _weighted(gate.gradient), arguments, projections, plan, is_gradient=True
+    if plan.block_rows != TILE_TOKENS:
+        raise ValueError(
+            f"the plan's blocks have {plan.block_rows} rows, and expert_gate takes "
+            f"blocks of {TILE_TOKENS}. Leave block_rows of route_rows out."
         )
-        drows, of_first = passes.backward(False, kept, dy, ds)
-        return sum_of_copies(drows, plan), of_first, of_last, dweights, None
-
-    op.defvjp(forward, backward)
-    return op
+    check_experts(backend, x, projections, plan)
+    h = jax.ShapeDtypeStruct((x.shape[0], projections[0].b.shape[2]), x.dtype)
+    check_experts(backend, h, following, plan)
+    made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
+    after = tuple(_by_slot(p, plan, h.shape[1]) for p in following)
+    op = gate_with_gradient(passes_of(backend, ()), gate)
+    arrays = x, made, after, plan
+    x, made, after, plan = vary(arrays, varying_axes(arrays))
+    return op(x, made, after, plan.expert, plan, None)
 
 
 @typing.no_type_check  # `checks.py` has better messages
@@ -328,7 +245,7 @@ def expert_output(
         weights: Weight of each token's copy for its j-th expert.
         plan: Where the rows are.
         w_transposed: Whether a weight that is not quantized is stored [X, N, K].
-        s: What was computed beside h; None: it is computed here.
+        s: What `expert_gate` computed beside h; None: it is computed here.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Raises:
@@ -365,38 +282,26 @@ def _output_with_gradient(passes: Passes):
 
     def backward(w_transposed, residuals, dy):
         kept, weights = residuals
-        dh, gradients, of_row = _gradients_of_last(
-            passes, kept, weights, dy, w_transposed
+        h, (projection,), _, _, plan = kept
+        of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
+        if _cannot_gather(passes.backend, [projection], is_gradient=True):
+            rows, ds = gather_rows(dy, plan), None
+        else:
+            rows, ds = _gather(passes, dy, [projection], plan, is_gradient=True)
+        dh, (gradients,) = passes.backward(
+            w_transposed, kept, [rows], ds, row_weights=of_row
         )
-        dweights = _of_weights(kept, weights, dh, dy)
-        dh = (dh.astype(jnp.float32) * of_row[:, None]).astype(dh.dtype)
-        return dh, *gradients, dweights, None, None
+        dh = dh.astype(jnp.float32)
+        # Without the barrier, XLA keeps h from before it was rounded, in float32.
+        wide = jax.lax.optimization_barrier(h).astype(jnp.float32)
+        dweights = rows_at((wide * dh).sum(1), plan.row)
+        if projection.bias is not None:
+            dweights += _of_bias(dy, projection.bias, plan)
+        dh = (dh * of_row[:, None]).astype(h.dtype)
+        return dh, gradients, dweights.astype(weights.dtype), None, None
 
     op.defvjp(forward, backward)
     return op
-
-
-def _gradients_of_last(passes: Passes, kept, weights, dy, w_transposed: bool):
-    """Returns the gradient of unweighted rows, those of linears, and rows' weights."""
-    _, projections, _, _, plan = kept
-    of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
-    if _cannot_gather(passes.backend, projections, is_gradient=True):
-        rows, ds = gather_rows(dy, plan), None
-    else:
-        rows, ds = _gather(passes, dy, projections, plan, is_gradient=True)
-    dh, gradients = passes.backward(w_transposed, kept, [rows], ds, row_weights=of_row)
-    return dh, gradients, of_row
-
-
-def _of_weights(kept, weights, dh, dy) -> Float[Array, "T k"]:
-    """Returns the gradients of weights, for that of rows before they are weighted."""
-    h, (projection,), _, _, plan = kept
-    # Without the barrier, XLA keeps h from before it was rounded, in float32.
-    wide = jax.lax.optimization_barrier(h).astype(jnp.float32)
-    dweights = rows_at((wide * dh.astype(jnp.float32)).sum(1), plan.row)
-    if projection.bias is not None:
-        dweights += _of_bias(dy, projection.bias, plan)
-    return dweights.astype(weights.dtype)
 
 
 def _of_bias(

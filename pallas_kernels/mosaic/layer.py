@@ -298,12 +298,9 @@ def produce_beside(
     """
     given = make_operands(arguments.tiles[0], projections, block_adapter)
     a = given.b if is_gradient else [_swap_last_axes(a) for a in given.a]
-    settings = given.settings
-    if given.blocks.shared is not None and not is_gradient:
-        settings = marked(settings, projections)
     sides = [
-        Side(result=i if is_gradient else 0, a=one, settings=own)
-        for i, (one, own) in enumerate(zip(a, settings, strict=True))
+        Side(result=i if is_gradient else 0, a=one, settings=settings)
+        for i, (one, settings) in enumerate(zip(a, given.settings, strict=True))
     ]
     masks = [] if is_gradient else _masks(given)
     return produce(function, arguments, sides, given.blocks, masks)

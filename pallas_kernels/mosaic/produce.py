@@ -97,7 +97,7 @@ def produce_ring(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Produce(Shrink):
-    """Computes items of s and, in the first ones of each block, the results.
+    """Computes items of s and, in those of the first chunk of ranks, the results.
 
     Rows of padding are computed as other rows are, with the adapter of slot 0 for s,
     which nobody reads; or they are left out.
@@ -138,9 +138,7 @@ class Produce(Shrink):
         return (chunk == 0) | super()._is_needed(chunk, slot)
 
     def prefetch(self, item):
-        """Reads (slot, number of steps) of an item; see `Shrink`."""
-        if self.shared_gmem is not None:
-            return super().prefetch(item)
+        """Reads (slot, number of steps) of an item."""
         block, chunk = self._block_and_chunk(item)
         given, num_steps = self.slot_gmem[block], self.x_gmem.shape[1] // WIDTH
         slot = jnp.maximum(given, 0)
@@ -152,7 +150,7 @@ class Produce(Shrink):
     def load(self, index, item, prefetched, step):
         """Fills the stages of one item; returns the next step of the ring."""
         del index
-        (block, chunk), slot, num_steps = self._place(item, prefetched), *prefetched[:2]
+        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
         rows = pl.ds(block * ROWS, ROWS)
 
         def fill(i, step):
@@ -194,12 +192,7 @@ class Produce(Shrink):
 
     def compute(self, item, prefetched, step, wg):
         """Computes one item; returns the next step of the ring."""
-        (block, chunk), slot, num_steps = self._place(item, prefetched), *prefetched[:2]
-        is_first = chunk == 0
-        if (
-            self.shared_gmem is not None
-        ):  # the first slot of a block starts at its row 0
-            is_first = prefetched[3] >> 8 == 0
+        (block, chunk), (slot, num_steps) = self._block_and_chunk(item), prefetched
         rows = self._row_values(block)
         tokens = [mask.shrink_tokens(block) for mask in self.masks]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -213,7 +206,7 @@ class Produce(Shrink):
                     a_smem = self.a_smem.at[stage, p, :, pl.ds(wg * STEP, STEP)]
                     plgpu.wgmma(acc, x, a_smem.transpose((1, 0)))
                 column = ((now - step) * COMPUTE_WGS + wg) * STEP
-                self._send(results, now - step, (block, column), is_first, wg)
+                self._send(results, now - step, (block, column), chunk, wg)
 
             after = self.ring.each_step(num_steps, step, multiply, num_in_flight=0)
             return [acc[...] for acc in accs], after
@@ -230,7 +223,7 @@ class Produce(Shrink):
         values = (program.evaluate(one, known) for one in program.results)
         return [tile_of(value, _TILE) for value in values]
 
-    def _send(self, results, i, at, is_first, wg) -> None:
+    def _send(self, results, i, at, chunk, wg) -> None:
         """Starts the copies of a step's results to device memory."""
         block, column = at
         num_buffers = self.result_smem.shape[2]
@@ -248,4 +241,4 @@ class Produce(Shrink):
                 rows, columns = pl.ds(block * ROWS, ROWS), pl.ds(column, STEP)
                 plgpu.copy_smem_to_gmem(tile_smem, result_gmem.at[rows, columns])
 
-        pl.when(is_first)(send)
+        pl.when(chunk == 0)(send)

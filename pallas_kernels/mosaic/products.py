@@ -162,10 +162,24 @@ def _shrink(
             for p, writes in ((slice(0, 1), writes_xq), (slice(1, None), False))
         )
         return first | {k: first[k] + rest[k] for k in rest if k != "xq_gmem"}
-    assert blocks.shared is None or factors is None
     s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(a)
-    num_items, operands = _slots_of_items(blocks, settings, r, masks)
-    operands |= {"x_gmem": x, "a_gmem": tuple(a)}
+    num_items = blocks.slot.shape[0] * math.ceil(r / STEP)
+    operands = {
+        "x_gmem": x,
+        "a_gmem": tuple(a),
+        "slot_gmem": blocks.slot,
+        "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
+        "masks": tuple(masks),
+    }
+    if (shared := blocks.shared) is not None:
+        assert r < STEP and not masks and factors is None
+        num_items = shared.slot.shape[0]
+        operands |= {
+            "slot_gmem": shared.slot,
+            "shared_gmem": (blocks.order, shared.rows),
+            "settings": rows_read(settings, "factor", masks=masks),
+            "num_items_gmem": blocks.starts[-1:],
+        }
     role, out_types = Shrink, (("s_gmem", s),)
     if factors is not None:
         xq = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) if writes_xq else None
@@ -180,25 +194,6 @@ def _shrink(
         ring=ring,
     )
     return launch([work])[0]
-
-
-def _slots_of_items(
-    blocks: Blocks, settings: Sequence[KernelSettings], rank: int, masks: Sequence[Mask]
-) -> tuple[int, dict[str, Any]]:
-    """Returns the number of items of a shrink, and operands that say their slots."""
-    operands: dict[str, Any] = {"masks": tuple(masks)}
-    if (shared := blocks.shared) is None:
-        names = "factor", "num_chunks"
-        operands["settings"] = rows_read(settings, *names, masks=masks)
-        operands["slot_gmem"] = blocks.slot
-        return blocks.slot.shape[0] * math.ceil(rank / STEP), operands
-    assert rank < STEP and not masks
-    return shared.slot.shape[0], operands | {
-        "settings": rows_read(settings, "factor", masks=masks),
-        "slot_gmem": shared.slot,
-        "shared_gmem": (blocks.order, shared.rows),
-        "num_items_gmem": blocks.starts[-1:],
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,19 +235,20 @@ def produce(
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype),) * len(program.results)
     s = (jax.ShapeDtypeStruct((x.shape[0], r), x.dtype),) * len(sides)
     settings = [side.settings for side in sides]
-    num_items, operands = _slots_of_items(blocks, settings, r, masks)
     work = Work(
         role=Produce,
-        operands=operands
-        | {
+        operands={
             "x_gmem": x,
             "more_gmem": tuple(more),
             "row_gmem": tuple(arguments.rows),
             "feature_gmem": tuple(arguments.features),
             "a_gmem": tuple(side.a for side in sides),
+            "slot_gmem": blocks.slot,
+            "settings": rows_read(settings, "factor", "num_chunks", masks=masks),
+            "masks": tuple(masks),
         },
         out_types=(("result_gmem", results), ("s_gmem", s)),
-        num_items=num_items,
+        num_items=blocks.slot.shape[0] * math.ceil(r / STEP),
         ring=producer_ring(function, arguments, len(sides), r, tiles_of(masks)),
         static_args=(
             ("function", function),

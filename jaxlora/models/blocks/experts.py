@@ -16,24 +16,18 @@ from jaxlora.models.config import ExpertShape, ModelConfig
 from jaxlora.modules.expert_linear import ExpertLinear
 from jaxlora.modules.routing import LinearInput, Routing
 from jaxlora.modules.rows import Rows
-from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import (
     LINEAR_RESULTS,
     Dropout,
-    Gate,
     Projection,
-    RowPlan,
     block_rows_for,
     expert_input,
     expert_linears,
-    expert_mlp,
     expert_output,
     route_rows,
-    unsupported_expert_mlp,
 )
 from jaxlora.sharding.expert import all_rows, first_expert, from_experts, to_experts
 
-_SWIGLU = Gate(swiglu_rows, swiglu_gradient_rows)
 CHOSEN = "chosen experts"  # name of each layer's choices in a trace, for reports
 
 
@@ -119,6 +113,7 @@ class ExpertLinears(nnx.Module):
             blocks = jnp.minimum(blocks, 0)
         before = _all_drop([one.for_kernels(routing, num_adapters) for one in first])
         after = last.for_kernels(routing, num_adapters)
+        kernels, linears = {"implementation": self.implementation}, [*before, after]
         most = num_adapters
         if self.most_adapters is not None:
             most = min(self.most_adapters, num_adapters)
@@ -129,35 +124,12 @@ class ExpertLinears(nnx.Module):
             self.num_held,
             num_adapters,
             block_rows=block_rows_for(
-                self.implementation, [*before, after], num_adapters, slot_rows
+                self.implementation, linears, num_adapters, slot_rows
             ),
             most_adapters=most,
             num_parts=self.parts,
             first_expert=first_one,
         )
-        y = self._mlp(x, before, after, weights, plan)
-        if self.parts == 1:
-            return y
-        # A policy that saves the results of linears exchanges nothing again.
-        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
-
-    def _mlp(
-        self,
-        x: Float[Array, "T D"],
-        before: Sequence[Projection],
-        after: Projection,
-        weights: Float[Array, "T C"],
-        plan: RowPlan,
-    ) -> Float[Array, "T D"]:
-        """Returns the weighted outputs of the experts for rows."""
-        kernels = {"implementation": self.implementation}
-        gated = before, _SWIGLU, after
-        if (
-            self.activation is swiglu
-            and not self.fused
-            and unsupported_expert_mlp(*gated, plan, x.dtype, **kernels) is None
-        ):
-            return expert_mlp(x, *gated, weights, plan, **kernels)
         copies, s = expert_input(x, before, plan, **kernels)
         is_alike = len({p.weight_format for p in before}) == 1
         calls = [slice(None)] if is_alike else [slice(i, i + 1) for i in range(2)]
@@ -166,7 +138,11 @@ class ExpertLinears(nnx.Module):
             for i in calls
             for y in expert_linears(copies, before[i], plan, s=s and s[i], **kernels)
         ]
-        return expert_output(self.activation(*read), after, weights, plan, **kernels)
+        y = expert_output(self.activation(*read), after, weights, plan, **kernels)
+        if self.parts == 1:
+            return y
+        # A policy that saves the results of linears exchanges nothing again.
+        return checkpoint_name(from_experts(y), LINEAR_RESULTS)
 
 
 class Experts(nnx.Module):

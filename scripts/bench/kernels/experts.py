@@ -21,20 +21,16 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxlora.models.blocks.mlp import swiglu
-from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import (
-    Gate,
     Projection,
     RowPlan,
     block_rows_for,
     expert_input,
     expert_linears,
-    expert_mlp,
     expert_output,
     gather_rows,
     kernel_settings,
     route_rows,
-    unsupported_expert_mlp,
 )
 from jaxlora.pallas_kernels.mosaic.products import expand_work, run_expand
 from jaxlora.pallas_kernels.operands import Term, blocks_of
@@ -42,7 +38,6 @@ from scripts.bench.kernel_times import device_times
 from scripts.bench.report import Row, Rows, Timing, about, add_output_dir, require_gpu
 
 BLOCK = 64  # token rows of a block
-_SWIGLU = Gate(swiglu_rows, swiglu_gradient_rows)
 _SKEW = 0.5  # deviation of the logarithm of the experts' popularity
 
 
@@ -213,9 +208,6 @@ def layer(given: Operands) -> Any:
     def forward(x, weights, tables):
         *up, down = _with(given.linears, tables)
         plan, kernels = given.plan, {"implementation": "mosaic"}
-        gated = up, _SWIGLU, down
-        if unsupported_expert_mlp(*gated, plan, x.dtype, **kernels) is None:
-            return expert_mlp(x, *gated, weights, plan, **kernels)
         rows, s = expert_input(x, up, plan, **kernels)
         h = swiglu(*expert_linears(rows, up, plan, s=s, **kernels))
         return expert_output(h, down, weights, plan, **kernels)
