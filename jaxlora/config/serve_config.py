@@ -129,15 +129,6 @@ def _behind(serve: Any, wrong: Wrong) -> None:
         )
 
 
-def _quotas(serve: Any, wrong: Wrong) -> None:
-    for name, quota in serve.quotas.items():
-        if quota.slots is not None and quota.slots > serve.session.slots:
-            wrong["quotas"] = (
-                f"{name}.slots={quota.slots} is more than session.slots="
-                f"{serve.session.slots}. Lower it, or leave it out."
-            )
-
-
 class ServeConfig(BaseSettings):
     """Settings of `jaxlora serve`.
 
@@ -174,7 +165,7 @@ class ServeConfig(BaseSettings):
         retention: How long the server keeps what nobody asks for.
     """
 
-    rules = (*BaseSettings.rules, _remote, _behind, _quotas)
+    rules = (*BaseSettings.rules, _remote, _behind)
     belongs = {
         name: f"the session. Write session: {{{name}: ...}}"
         for name in SessionConfig.model_fields
@@ -195,7 +186,7 @@ class ServeConfig(BaseSettings):
     public_url: str | None = None
     database: str | None = None
     storage: str | None = None
-    storage_options: dict[str, str | int | float | bool] = {}
+    storage_options: dict[str, Any] = {}
     cache_bytes: PositiveInt = 20 * 2**30
     train_unembed: Literal["refuse", "ignore"] = "ignore"
     datasets: dict[str, InputPath] = {}

@@ -19,6 +19,8 @@ from jaxlora.config.strict import (
 
 
 def _blocks(session: Any, wrong: Wrong) -> None:
+    if session.microbatch_tokens == "auto":
+        return
     block = session.block_tokens
     odd = [tokens for tokens in session.microbatch_tokens if tokens % block]
     if odd:
@@ -33,16 +35,17 @@ class SessionConfig(StrictModel):
 
     Attributes:
         slots: Number of adapters on the device. Further ones wait in the host's memory
-            for their turn.
+            for their turn. `auto` takes as many as fit, 64 at most.
         rank: Largest rank of an adapter.
         target_modules: Linears that adapters may adapt, as in `LoraJob`.
         microbatch_tokens: Tokens of a microbatch, padding included, and of the longest
-            datum. Each of several sizes has a program of its own, and a microbatch runs
-            with the smallest one that holds it.
+            datum. Each of several sizes has a program of its own, and microbatches take
+            those with the fewest rows. `auto` takes three, up to 8,192 tokens on a
+            GPU if they fit beside the slots.
         block_tokens: Tokens of a block; each adapter's part of a microbatch fills whole
             blocks.
         adapters_per_microbatch: Most adapters in a microbatch, for whose gradients it
-            needs memory; None: 16, or 4 if some targets are linears of experts.
+            needs memory; None: 8, or 4 if some targets are linears of experts.
         remat: Part of each layer that the backward pass recomputes, as in `RunConfig`.
         implementation: Which LoRA kernels run, as in `RunConfig`.
         attention: Attention implementation, as in `RunConfig`.
@@ -50,15 +53,29 @@ class SessionConfig(StrictModel):
 
     rules = (_blocks,)
 
-    slots: PositiveInt = 4
+    slots: PositiveInt | Literal["auto"] = "auto"
     rank: PositiveInt = 16
     target_modules: Texts = "all-linear"
-    microbatch_tokens: Annotated[tuple[Tokens, ...], AtLeastOne, OneOrMore] = (2048,)
+    microbatch_tokens: (
+        Literal["auto"] | Annotated[tuple[Tokens, ...], AtLeastOne, OneOrMore]
+    ) = "auto"
     block_tokens: Tokens = 64
     adapters_per_microbatch: PositiveInt | None = None
     remat: Literal["none", "elementwise", "mlp", "layer"] = "none"
     implementation: Literal["auto", "mosaic", "triton", "xla"] = "auto"
     attention: Literal["auto", "cudnn", "triton", "xla"] = "auto"
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots; `slots` must not be `auto`."""
+        assert self.slots != "auto", "auto is not settled yet"
+        return self.slots
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of microbatches, sorted; `microbatch_tokens` must not be `auto`."""
+        assert self.microbatch_tokens != "auto", "auto is not settled yet"
+        return tuple(sorted(self.microbatch_tokens))
 
 
 class SamplingConfig(StrictModel):

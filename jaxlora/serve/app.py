@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import pathlib
 import shutil
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 _TEND_SECONDS = 30.0
 # How long requests may still be answered when the server ends. Clients whose long polls
 # are cut off ask again.
-_LAST_SECONDS = 5
+_LAST_SECONDS = 2
 
 # The routes, in the order in which they are looked for.
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
@@ -88,8 +87,16 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     versions = folder / "versions"  # what an earlier process has left is in no use
     shutil.rmtree(versions, ignore_errors=True)
     versions.mkdir(mode=0o700)
+    engine = Engine(
+        model,
+        config.session,
+        folder=folder / "parked",
+        weight_of=lambda tenant: config.quota(tenant).weight,
+        slots_of=lambda tenant: config.quota(tenant).slots,
+    )
+    config = config.replace(session=engine.config)  # without `auto`
     hub = Hub(
-        *(Engine(model, config.session), storage, database),
+        *(engine, storage, database),
         HubSettings(
             keep_seconds=config.retention.promise_seconds,
             sampler_seconds=config.retention.sampler_seconds,
@@ -188,13 +195,18 @@ def _own_router(server: Server) -> APIRouter:
 
 
 async def _tend(server: Server) -> None:
-    """Deletes what is over, now and then."""
+    """Deletes what is over and parks what is not in use, now and then."""
+
+    async def attempt(work: Callable[..., None], *given: Any) -> None:
+        try:
+            await asyncio.to_thread(work, *given)
+        except Exception as error:  # such as a database that is away
+            logger.warning("%s is tried again later: %s", work.__name__, error)
+
+    await attempt(server.storage.clean)
     while True:
-        for work in (server.storage.clean, functools.partial(delete_expired, server)):
-            try:
-                await asyncio.to_thread(work)
-            except Exception:
-                logger.exception("what is over could not be deleted; it is tried again")
+        await attempt(delete_expired, server)
+        await attempt(park_lapsed, server)
         await asyncio.sleep(_TEND_SECONDS)
 
 
@@ -209,6 +221,14 @@ def delete_expired(server: Server) -> None:
             if (key := entry.fields.get("key")) is not None:
                 server.storage.delete(key)
             server.registry.delete(entry.tenant, kind, entry.id)
+
+
+def park_lapsed(server: Server) -> None:
+    """Lets models leave their slots whose clients have sent no heartbeat for long."""
+    seconds = server.config.retention.heartbeat_seconds
+    for session in server.registry.lapsed("session", seconds, 3 * _TEND_SECONDS):
+        for model in server.registry.list(session.tenant, "model", parent=session.id):
+            server.hub.park(model.id)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -252,7 +272,9 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
         except CheckpointError as error:
             owner = str(error).partition(" Two runs cannot share")[0]
             raise ConfigError(f"{owner} Stop that, or set another folder.") from None
-        app = make_app(make_server(config))
+        parts = make_server(config)
+        parts.hub.prepare()
+        app = make_app(parts)
         settings = uvicorn.Config(
             app,
             log_config=None,

@@ -6,23 +6,26 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any
 
 import pydantic
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import Field
 
 from jaxlora.adapters.files.tokenizer_copy import template_settings
 from jaxlora.common.job_name import BASE
 from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.generator import end_ids
 from jaxlora.generate.prompt import FinishReason, Prompt, prompt_ids
+from jaxlora.problems import format_errors
+from jaxlora.serve.guard import answer_to
 from jaxlora.serve.jobs.driver import awaited
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Principal, allowed
@@ -420,6 +423,18 @@ class Chat:
         return {"content": content, "refusal": None}
 
 
+def _asked(body: bytes) -> ChatRequest:
+    """Reads a request; clients need not say that it is JSON.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        return ChatRequest.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise ConfigError(format_errors(error, "the request")) from None
+
+
 def _sent(values: dict[str, Any]) -> str:
     return f"data: {json.dumps(values)}\n\n"
 
@@ -431,9 +446,31 @@ def _completions(outcome: SampleResult | Failed) -> Sequence[Any]:
     return outcome.completions
 
 
+class _Route(APIRoute):
+    """A route whose errors OpenAI's clients show."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        """Returns the function that answers a request."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (HTTPException, JaxloraError) as error:
+                found = answer_to(error)
+                text = json.loads(bytes(found.body))["detail"]
+                shown = {"message": text, "type": "error", "code": found.status_code}
+                values = {"error": shown, "detail": text}
+                headers = getattr(error, "headers", None)
+                return JSONResponse(values, found.status_code, headers)
+
+        return answer
+
+
 def router(server: Server, jobs: Jobs) -> APIRouter:
     """Returns the routes."""
-    made, chats = APIRouter(prefix="/v1"), Chats(server, jobs)
+    chats = Chats(server, jobs)
+    made = APIRouter(prefix="/v1", route_class=_Route)
 
     @made.get("/models")
     def models(who: Taster) -> dict[str, Any]:
@@ -451,8 +488,9 @@ def router(server: Server, jobs: Jobs) -> APIRouter:
         return {"id": name, "object": "model", "created": 0, "owned_by": who.tenant}
 
     @made.post("/chat/completions")
-    async def chat(request: Request, asked: ChatRequest, who: Taster) -> Response:
+    async def chat(request: Request, who: Taster) -> Response:
         """Answers a chat, at once or as the tokens come."""
+        asked = _asked(await request.body())
         found = await chats.chat(who, asked)
         if asked.stream:
             return StreamingResponse(found.events(), media_type="text/event-stream")

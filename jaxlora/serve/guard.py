@@ -1,5 +1,6 @@
 """The checks of every request before its route, and of every answer after it."""
 
+import asyncio
 import logging
 import secrets
 import time
@@ -89,6 +90,12 @@ class Guard:
             if not _is_public(request.url.path):
                 await authenticate(request)
             await self._app(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends, and this is a long poll
+            if status:
+                raise
+            text = "the server is ending. Send the request again in a moment."
+            response = JSONResponse({"detail": text}, 503, {"retry-after": "1"})
+            await response(scope, receive, answer)
         except Exception as error:
             response = answer_to(error)
             if response.status_code == 500:

@@ -16,8 +16,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from typing import Any
 
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
@@ -26,6 +27,7 @@ from jaxlora.serve.database import Database
 from jaxlora.serve.ledger import (
     EVERYTHING,
     Contents,
+    Fenced,
     Ledger,
     Logged,
     LoggedModel,
@@ -202,6 +204,10 @@ class Hub:
         """The engine, of which other threads may read the model and the settings."""
         return self._engine
 
+    def prepare(self) -> None:
+        """Compiles or loads the programs of training, before `start`."""
+        self._engine.prepare()
+
     def start(self) -> None:
         """Reads what was accepted before, and starts the thread.
 
@@ -350,6 +356,21 @@ class Hub:
             for listener in self.sample_listeners:
                 listener(call, result)
 
+    def park(self, model: str) -> None:
+        """Lets a model leave its slot, if it has nothing to do.
+
+        It comes back with its next operation.
+        """
+
+        def park() -> None:
+            own = self._models.get(model)
+            if own is None or own.adapter is None or not self._is_restored:
+                return
+            if not (own.running or own.held or own.is_blocked):
+                self._engine.park(own.adapter)
+
+        self._inbox.put(park)
+
     def waiting(self, tenant: str) -> Waiting:
         """Returns why promises of a tenant that have no outcome have none."""
         if self._health()[0] not in ("running", "starting"):
@@ -483,6 +504,8 @@ class Hub:
         """Works until the hub is to stop."""
         is_idle = False
         while self._take_messages(_TICK_SECONDS if is_idle else None):
+            if self._is_stopping:
+                return
             if self._clock() >= self._next_tick:
                 self._tick()
             if is_idle:
@@ -593,11 +616,12 @@ class Hub:
     def _do(self, model: Model, promise: Promise) -> None:
         match promise.operation:
             case Create() as create:
-                self._close(model)
                 name = model.id.replace(":", "-")  # that of a job, which is a folder's
                 adapter = new_adapter(self._engine, name, **dataclasses.asdict(create))
+                self._engine.check_fits(model.id, adapter)
+                self._close(model)
                 model.adapter = self._engine.open(
-                    model.id, adapter, tenant=model.tenant
+                    model.id, adapter, **self._owner(model)
                 )
                 model.is_unloaded = False
             case Load() as load:
@@ -620,12 +644,18 @@ class Hub:
                 return
         self._finish(promise, Done())
 
+    def _owner(self, model: Model) -> dict[str, Any]:
+        """Returns what the engine is told about the tenant of a model."""
+        quota = None if self._limits is None else self._limits.quota(model.tenant)
+        weight = 1.0 if quota is None else quota.weight
+        return {"tenant": model.tenant, "weight": weight}
+
     def _call(self, model: Model, promise: Promise, given: Pass | Step) -> None:
         """Gives the engine a pass or a step, whose result finishes its promise."""
         one = _opened(model)
 
         def finish(result: PassResult | StepResult) -> None:
-            del self._calls[call]
+            del model.running[promise.seq_id]
             self._note_result(model, result)
             self._finish(promise, Done(result=result))
 
@@ -856,14 +886,16 @@ class Hub:
     def _load(
         self, model: Model, promise: Promise, load: Load, path: pathlib.Path
     ) -> None:
-        self._close(model)
-        one = model.adapter = open_saved(
+        one = open_saved(  # an error leaves the earlier one
             self._engine,
-            model.id,
+            f"{model.id} as loaded",
             path,
             with_optimizer=load.with_optimizer,
-            tenant=model.tenant,
+            **self._owner(model),
         )
+        self._close(model)
+        self._engine.rename(one, model.id)
+        model.adapter = one
         steps = model.steps = one.num_steps
         model.is_unloaded = False
         copy, pieces = self._engine.begin_copy(one), {*model.pieces}
@@ -918,16 +950,17 @@ class Hub:
 
     def _settled(self, piece: Piece) -> None:
         """Counts a piece of work that is done."""
-        if not piece.rows:
-            return
         now, total = self._clock(), 0
         for call, number in piece.parts:
-            assert isinstance(call, PassCall)
-            tokens = len(call.samples[number].token_ids)
-            total += tokens
-            if (promise := self._calls.get(call)) is not None:
-                self._models[promise.model].recent.add(now, tokens)
-        self._meter.end_microbatch(piece.rows, total)
+            model = self._models[self._calls[call].model]
+            if isinstance(call, PassCall):
+                tokens = len(call.samples[number].token_ids)
+                model.recent.add(now, tokens)
+                total += tokens
+        for call in {call for call, _ in piece.parts if call.result is not None}:
+            del self._calls[call]
+        if piece.rows:
+            self._meter.end_microbatch(piece.rows, total)
 
     def _snapshot_if_due(self, model: Model, *, at_once: bool = False) -> None:
         """Begins a snapshot of a model, if it is time for one and a step came last.
@@ -967,8 +1000,10 @@ class Hub:
             if own is model:
                 model.is_snapshotting = False
                 self._num_snapshots -= 1
-            if key is not None:
+            if key is not None and own.covered_seq < step.seq_id:
                 self._cover(own, step.seq_id, key, steps, pieces)
+            elif key is not None:  # it was unloaded or loaded meanwhile
+                self._work_on(functools.partial(self._storage.delete, key))
             elif model.changed_at is None:
                 model.changed_at = self._clock()  # it is tried again then
 
@@ -1044,15 +1079,18 @@ class Hub:
         """
         engine = self._engine
         engine.on_queued, engine.on_settled = self._queued, self._settled
-        self._ledger.flush()
-        contents = self._ledger.read()
+        contents = self._read()
         self._remember(contents)
+        if not self._meter.restarts:
+            own = [*self._models.values()]
+            self._work_on(lambda: self._remove_old_snapshots(own))
+            wait([*self._working])  # no other snapshot is being written
         for model in self._models.values():
             if model.snapshot is None:
                 continue
             try:
                 path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path, tenant=model.tenant)
+                model.adapter = open_saved(engine, model.id, path, **self._owner(model))
             except DeviceError:
                 raise
             except JaxloraError as error:
@@ -1066,6 +1104,24 @@ class Hub:
         for call, promise in [*self._calls.items()]:
             self._run_careful(promise, call)
 
+    def _read(self) -> Contents:
+        """Reads the ledger with all that was handed in, as soon as that is possible."""
+        while True:
+            self._ledger.flush()
+            try:
+                return self._ledger.read()
+            except StorageError:
+                if self._is_stopping:
+                    raise
+                time.sleep(_TICK_SECONDS)
+
+    def _remove_old_snapshots(self, models: Sequence[Model]) -> None:
+        """Removes snapshots that a crash has left beside those of models."""
+        for model in models:
+            for key in self._storage.list(_snapshots(model)):
+                if key != model.snapshot:
+                    self._storage.delete(key)
+
     def _replay(self, piece: LoggedPiece) -> None:
         """Gives the engine a piece of work again.
 
@@ -1075,7 +1131,7 @@ class Hub:
         if not any(call is not None for _, call in found):
             return
         self._replayed = piece
-        self._meter.replayed += 1
+        self._meter.replayed += piece.rows > 0
         places: list[tuple[OpenAdapter, PassCall, int] | tuple[str, int]] = []
         for part, call in found:
             one = self._models[part.model].adapter if call is not None else None
@@ -1154,14 +1210,15 @@ class Hub:
         if culprit is None:
             self._careful |= found & self._suspects
         self._suspects = found
-        is_hopeless = isinstance(error, CannotReplay) or self._is_stopping
+        is_hopeless = isinstance(error, CannotReplay | Fenced) or self._is_stopping
         if is_hopeless or self._num_fruitless > _MOST_FRUITLESS:
             return self._die(error)
         self._trying = self._beginning = self._replayed = None
         self._is_restored = False
         self._meter.restarts += 1
-        wait([*self._working])
-        self._take_late_messages()
+        while self._working or not self._inbox.empty():
+            wait([*self._working])
+            self._take_late_messages()
         try:
             self._engine = self._engine.anew()
             self._samples.renew(self._engine)
@@ -1186,8 +1243,7 @@ class Hub:
                 messages.append(self._inbox.get(block=False))
         for message in messages:
             if message is None:
-                self._inbox.put(None)
-                continue
+                continue  # `_is_stopping` says so
             try:
                 message()
             except Exception as error:  # it needs the engine, and is asked for again

@@ -23,7 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, StorageError
 from jaxlora.serve.database import Database, metadata
 from jaxlora.serve.operation import (
     Done,
@@ -248,6 +248,9 @@ class Ledger:
         self._entries.put(None)
         self._thread.join()
         self._lock.close()
+        while not self._entries.empty():  # it came too late
+            if (entry := self._entries.get()) is not None:
+                entry.is_written.set_exception(StorageError("the server has ended."))
 
     # ---- writing ---------------------------------------------------------------------
 
@@ -346,19 +349,20 @@ class Ledger:
     # ---- the thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_open = True
+        is_open, broken = True, None
         while is_open:
             entries, is_open = self._next()
-            if not entries:
-                continue
-            try:
-                self._write(entries)
-            except BaseException as error:
-                for entry in entries:
-                    entry.is_written.set_exception(error)
-            else:
-                for entry in entries:
+            # What follows an entry that is never written is not written, either.
+            if entries and broken is None:
+                try:
+                    self._write(entries)
+                except BaseException as error:
+                    broken = error
+            for entry in entries:
+                if broken is None:
                     entry.is_written.set_result(None)
+                else:
+                    entry.is_written.set_exception(broken)
 
     def _next(self) -> tuple[list[_Entry], bool]:
         """Waits for entries; returns them, and whether there can be more."""
@@ -488,11 +492,13 @@ class _Lock:
 
     def close(self) -> None:
         """Gives the lock back."""
-        if self._handle >= 0:
-            os.close(self._handle)
-        if self._connection is not None:
-            self._connection.invalidate()  # the lock ends with the connection
-            self._connection.close()
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.invalidate()  # the lock ends with the connection
+            connection.close()
 
 
 def _taken(name: str) -> ConfigError:

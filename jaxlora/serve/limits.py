@@ -191,8 +191,9 @@ class Limits:
         return self._buckets[tenant]
 
 
-# Paths to which tenants send files of data, which may be larger than other bodies.
-UPLOADS = ("/jobs/v1/uploads", "/jobs/v1/data")
+# Beginning of paths to which tenants send files of data, which may be larger than other
+# bodies.
+UPLOADS = "/jobs/v1/uploads/"
 # Frames with a larger window would need as much memory for any content.
 _SMALL_BODY = 2**16
 _MOST_WINDOW = 2**27

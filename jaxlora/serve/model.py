@@ -49,6 +49,11 @@ class Promise:
     has_begun: bool = False
     taken_at: float = dataclasses.field(default_factory=time.monotonic)
 
+    def __post_init__(self):
+        # Who stops to wait for them cancels them, and others wait on.
+        self.accepted.set_running_or_notify_cancel()
+        self.outcome.set_running_or_notify_cancel()
+
     @staticmethod
     def of(logged: Logged, operation: Operation) -> "Promise":
         """Makes the promise of an operation that is, or will be, in the ledger."""
@@ -172,7 +177,6 @@ class Model:
 
     def end(self, promise: Promise) -> None:
         """Notes that an operation has ended."""
-        self.running.pop(promise.seq_id, None)
         if promise.outcome.done():
             return
         datums, tokens = promise.size

@@ -128,7 +128,7 @@ class Viewer:
         return View(
             kind="server",
             title=self._server.config.served_name,
-            subtitle="all tenants" if tenant is None else f"tenant {tenant}",
+            subtitle=self._subtitle(tenant),
             health=_health(status, is_admin=tenant is None),
             epoch=history.curves.epoch,
             cursor=cursor,
@@ -140,6 +140,11 @@ class Viewer:
             tenants=self._tenants([*models.values()]) if tenant is None else None,
             samples=[self._sample(drawn) for drawn in history.drawn(who.tenant)],
         )
+
+    def _subtitle(self, tenant: str | None) -> str:
+        if not self._server.keys.demanded:
+            return "this machine"
+        return "all tenants" if tenant is None else f"tenant {tenant}"
 
     # ---- models and jobs -------------------------------------------------------------
 
@@ -231,8 +236,10 @@ class Viewer:
             return _About(name=_short(model.id))
         name = session.fields.get("display_name")
         rank = entry.fields.get("lora", {}).get("rank")
-        number = model.id.rpartition(":")[2]
-        return _About(name=f"{name}:{number}" if name else _short(model.id), rank=rank)
+        if not name:
+            return _About(name=_short(model.id), rank=rank)
+        number = model.id.rpartition(":")[2]  # of the model among the session's
+        return _About(name=name if number == "0" else f"{name}:{number}", rank=rank)
 
     # ---- the rest --------------------------------------------------------------------
 
@@ -250,7 +257,7 @@ class Viewer:
             resident=places.count("slot"),
             parked=places.count("host"),
             cold=places.count("file"),
-            slots=session.slots if is_admin else None,
+            slots=session.num_slots if is_admin else None,
             fill=status.fill if is_admin else None,
             commit_seconds=status.commit_seconds if is_admin else None,
         )

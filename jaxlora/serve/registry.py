@@ -30,6 +30,7 @@ _ENTRIES = sa.Table(
     sa.Index("entries_of_tenants", "tenant", "kind", "created_at"),
     sa.Index("entries_of_parents", "kind", "parent"),
     sa.Index("entries_that_expire", "kind", "expires_at"),
+    sa.Index("entries_in_use", "kind", "touched_at"),
 )
 _COLUMNS = ("parent", "touched_at", "expires_at", "num_bytes", "is_public")
 
@@ -230,10 +231,18 @@ class Registry:
         with self._database.reading() as connection:
             return [Entry(**row._asdict()) for row in connection.execute(found)]
 
-    def untouched(self, kind: Kind, seconds: float) -> Sequence[Entry]:
-        """Returns the entries of a kind, of all tenants, not used for some seconds."""
+    def lapsed(self, kind: Kind, seconds: float, since: float) -> Sequence[Entry]:
+        """Returns the entries of a kind, of all tenants, that are not used any more.
+
+        Args:
+            kind: The kind.
+            seconds: Seconds without a use after which they are not.
+            since: Only those for which that is so since at most so many seconds.
+        """
         c, before = _ENTRIES.c, self._clock() - seconds
-        found = sa.select(_ENTRIES).where(c.kind == kind, c.touched_at <= before)
+        found = sa.select(_ENTRIES).where(
+            c.kind == kind, c.touched_at <= before, c.touched_at > before - since
+        )
         with self._database.reading() as connection:
             return [Entry(**row._asdict()) for row in connection.execute(found)]
 

@@ -18,8 +18,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
-_MOST_MODELS, _MOST_POINTS = 256, 256
-_NEWEST = 64  # points of a curve that are never thinned
+_MOST_MODELS = 256
+# Points of a curve: the newest are never thinned, and before them there is at most one
+# of each kind in a stretch.
+_MOST_POINTS, _NEWEST, _STRETCHES = 416, 64, 160
 _MARKS = re.compile(r"\{\{(\w+)\}\}")
 
 Kind = Literal["server", "run"]
@@ -310,7 +312,7 @@ def _thinned(points: list[tuple[int, Point]]) -> list[tuple[int, Point]]:
     """
     old, new = points[:-_NEWEST], points[-_NEWEST:]
     steps = points[-1][1].step - points[0][1].step
-    length = 2 ** math.ceil(math.log2(max(1.0, steps / (_MOST_POINTS / 4))))
+    length = 2 ** math.ceil(math.log2(max(1.0, steps / _STRETCHES)))
     first: dict[tuple[bool, int], tuple[int, Point]] = {}
     for number, point in old:
         stretch = point.held_out is not None, point.step // length

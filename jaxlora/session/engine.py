@@ -50,6 +50,7 @@ from jaxlora.programs.program import announce, counting, finish
 from jaxlora.scheduler import Limits, Microbatch, Sample
 from jaxlora.scheduler.stream.waiting import FairQueue, WaitingBatch
 from jaxlora.session.residence import Residence, Resident, WholeState
+from jaxlora.session.room import Room
 from jaxlora.session.slot_programs import slot_programs
 from jaxlora.sharding.mesh_sizes import MeshSizes
 from jaxlora.train.execute.feed import TickPacker
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 # Microbatches that the devices have, beside the one that is queued last, before the
 # host waits for the first of them.
 _MOST_QUEUED = 1
-_MOST_ADAPTERS, _MOST_OF_EXPERTS = 16, 4  # in a microbatch
+_MOST_ADAPTERS, _MOST_OF_EXPERTS = 8, 4  # in a microbatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +191,6 @@ class OpenAdapter(Resident):
     Attributes:
         name: Its name.
         number: Its number, which no other has.
-        tenant: Whose turn its microbatches take.
         num_steps: Optimizer steps that have changed its weights.
         calls: Calls that are not queued, in their order, by their numbers.
         last_step: The step that was queued last; None: there was none.
@@ -198,7 +198,6 @@ class OpenAdapter(Resident):
 
     name: str
     number: int
-    tenant: str = ""
     num_steps: int = 0
     calls: dict[int, Call] = dataclasses.field(default_factory=dict)
     last_step: StepCall | None = None
@@ -231,7 +230,8 @@ class Engine:
     Attributes:
         lock: The lock.
         model: The model, with all arrays of its format.
-        config: Its settings.
+        config: Its settings, none of which is `auto` but kernels and attention.
+        memory_estimate: Memory that they need on the device.
         spec: The decoder with its slots.
         table: The slots.
         adapters: The open adapters, by name.
@@ -248,22 +248,29 @@ class Engine:
         *,
         host_bytes: int | None = None,
         folder: pathlib.Path | None = None,
+        weight_of: Callable[[str], float] = lambda tenant: 1.0,
+        slots_of: Callable[[str], int | None] = lambda tenant: None,
     ):
         """Makes empty slots; programs are compiled, or loaded, when they are needed.
 
         Args:
             model: The base model, on one device.
             config: Settings.
-            host_bytes: Memory of the host for adapters that are in no slot, beyond
-                which those that were used least recently go to files; None: there is
-                no bound.
-            folder: Folder for these files, which is made when it is needed.
+            host_bytes: See `Residence`.
+            folder: See `Residence`.
+            weight_of: Returns the share of a tenant, in units of that of another one,
+                unless `open` gives it.
+            slots_of: Returns the most slots of a tenant; None: any number.
 
         Raises:
-            ConfigError: No kernels or attention can run the model here, or the targets
-                match nothing.
+            ConfigError: No kernels or attention can run the model here, the targets
+                match nothing, or there is not enough memory.
         """
-        self.spec = _decoder_spec(model, config)
+        room = Room(model, _decoder_spec, _most_adapters)
+        config, self.memory_estimate = room.settle(config)
+        logger.info("memory: %s", self.memory_estimate)
+        self.spec, said = _chosen(model, config)
+        logger.info("%s", said)
         self.model, self.config = with_derived(model, self.spec), config
         layers = (0, self.spec.config.num_layers)
         stages = MeshStages(
@@ -279,21 +286,29 @@ class Engine:
         self._base = self.model.params
         most = _most_adapters(config, self.spec)
         self._programs = slot_programs(stage.steps, most)
-        sizes = sorted(config.microbatch_tokens)
+        sizes = config.sizes
         self._limits = Limits(
             capacity=sizes[-1], block_tokens=config.block_tokens, max_jobs=most
         )
-        self.queue = FairQueue(self._limits, sizes)
+        self.queue = FairQueue(
+            self._limits, sizes, weight_of=weight_of, most_owners_of=slots_of
+        )
         self._packer = TickPacker(layout, self._limits)
         self._residence = Residence(
             self.table,
             self._programs,
-            config.slots,
+            config.num_slots,
             min_stay=2 * sizes[-1],
             host_bytes=host_bytes,
             folder=folder,
+            most_of=slots_of,
         )
-        self._room: dict[str, Any] = {"host_bytes": host_bytes, "folder": folder}
+        self._given: dict[str, Any] = {
+            "host_bytes": host_bytes,
+            "folder": folder,
+            "weight_of": weight_of,
+            "slots_of": slots_of,
+        }
         self.lock = threading.RLock()
         self.on_queued: Callable[[Piece], None] = lambda piece: None
         self.on_settled: Callable[[Piece], None] = lambda piece: None
@@ -312,7 +327,7 @@ class Engine:
         Args:
             is_training: Whether forward passes alone are left out.
         """
-        limits, sizes = self._limits, self.config.microbatch_tokens
+        limits, sizes = self._limits, self.sizes
         inputs = _optimizer_inputs(AdamParams(learning_rate=0.0), 0)
         begun = self._programs.prepare(limits, sizes, inputs, is_training=is_training)
         every = [*begun]
@@ -329,7 +344,7 @@ class Engine:
         state: WholeState | None = None,
         *,
         tenant: str = "",
-        weight: float = 1.0,
+        weight: float | None = None,
     ) -> OpenAdapter:
         """Opens an adapter, which gets a slot if one is free, or else with its turn.
 
@@ -339,7 +354,7 @@ class Engine:
             state: Its state, which continues; None: it starts from the weights of
                 `adapter`.
             tenant: Whose it is; tenants share the device equally.
-            weight: The share of the tenant, in units of other tenants.
+            weight: The share of the tenant from now on; None: it stays.
 
         Raises:
             ConfigError: The slots cannot hold it.
@@ -353,7 +368,8 @@ class Engine:
             like=without_values(adapter),
             has_gradients=state is not None and state.gradients is not None,
         )
-        self.queue.weigh(tenant, weight)
+        if weight is not None:
+            self.queue.weigh(tenant, weight)
         with self._changing_slots():
             self._residence.add(one, adapter if state is None else state)
         self.adapters[name] = one
@@ -369,7 +385,7 @@ class Engine:
 
     def anew(self) -> "Engine":
         """Returns another engine of the same model and settings, without adapters."""
-        return Engine(self.model, self.config, **self._room)
+        return Engine(self.model, self.config, **self._given)
 
     def close(self, one: OpenAdapter) -> None:
         """Closes an adapter, whose calls are finished."""
@@ -411,6 +427,13 @@ class Engine:
         except BaseException:
             self._is_still(self.table.state)
             raise
+
+    def rename(self, one: OpenAdapter, name: str) -> None:
+        """Gives an adapter another name, which no open adapter has."""
+        assert name not in self.adapters
+        del self.adapters[one.name]
+        one.name = name
+        self.adapters[name] = one
 
     def begin_copy(self, one: OpenAdapter) -> Callable[[], WholeState]:
         """Queues a copy of all that an adapter goes on with; see `begin_reading`."""
@@ -494,7 +517,7 @@ class Engine:
     @property
     def sizes(self) -> Sequence[int]:
         """The sizes of microbatches, in ascending order."""
-        return sorted(self.config.microbatch_tokens)
+        return self.config.sizes
 
     def advance(self) -> bool:
         """Does the next piece of work: queues a step or a microbatch, or waits for one.
@@ -617,7 +640,7 @@ class Engine:
         if kind is not Kind.BASE:
             slots |= zip(some, self._bring(some), strict=True)
         taken = self._programs.taken(
-            [slots.get(one) for one in owners], self.config.slots
+            [slots.get(one) for one in owners], self.config.num_slots
         )
         run = functools.partial(self._run, kind, taken)
         lengths = lambda sample: (sample.num_tokens,)
@@ -806,7 +829,12 @@ def _optimizer_inputs(params: AdamParams, num_steps: int) -> OptimizerInputs:
 
 
 def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
-    """Returns the decoder with its slots, and logs which kernels run it."""
+    """Returns the decoder with its slots."""
+    return _chosen(model, config)[0]
+
+
+def _chosen(model: FrozenModel, config: SessionConfig) -> tuple[DecoderSpec, str]:
+    """Returns the decoder with its slots, and which kernels run it and why."""
     where = "target_modules"
     targets = Targets(where=where, target_modules=config.target_modules)
     linears = choose_linears(targets, linear_names(model.config), Patterns(where))
@@ -818,26 +846,24 @@ def _decoder_spec(model: FrozenModel, config: SessionConfig) -> DecoderSpec:
             dtype=model.dtype,
             base_format=model.base_format,
             remat=config.remat,
-            max_segment_tokens=max(config.microbatch_tokens),
+            max_segment_tokens=max(config.sizes),
             objectives=(DATUM.name,),
         ),
         slots=SlotShape(
-            num_slots=config.slots,
+            num_slots=config.num_slots,
             rank=config.rank,
             expert_rank=scaled if adapts_experts else 0,
             use_dropout=False,
         ),
         adapted=tuple(sorted({shared_path(linear_path(name)) for name in linears})),
     )
-    spec, said = with_choices(
+    return with_choices(
         spec,
         model.config,
         attention=config.attention,
         implementation=config.implementation,
         block_tokens=config.block_tokens,
     )
-    logger.info("%s", said)
-    return spec
 
 
 def _most_adapters(config: SessionConfig, spec: DecoderSpec) -> int:
@@ -845,7 +871,7 @@ def _most_adapters(config: SessionConfig, spec: DecoderSpec) -> int:
     most = config.adapters_per_microbatch
     if most is None:
         most = _MOST_OF_EXPERTS if spec.expert_slots is not None else _MOST_ADAPTERS
-    return min(most, config.slots)
+    return min(most, config.num_slots)
 
 
 def _check_fits(name: str, adapter: Adapter, spec: DecoderSpec) -> None:

@@ -119,7 +119,7 @@ def open_saved(
     *,
     with_optimizer: bool = True,
     tenant: str = "",
-    weight: float = 1.0,
+    weight: float | None = None,
 ) -> OpenAdapter:
     """Opens an adapter from a PEFT folder, or from the file of a whole state.
 

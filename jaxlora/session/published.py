@@ -115,14 +115,17 @@ class Published:
     def renew(self, engine: Engine) -> None:
         """Goes on after an error of the device, with an engine that may be another.
 
-        Versions that were only on the device are lost if the error has taken the slots.
+        No sequences run any more. Versions that were only on the device are lost if the
+        error has taken the slots.
         """
         self._engine = engine
+        for version in self._slots:
+            if version is not None:
+                version.num_pinned = 0
         if not any(table.is_deleted() for table in self._tables.values()):
             return
         self._tables = zero_tables(self._shapes)
         for name, version in list(self._versions.items()):
-            version.num_pinned = 0
             if version.slot is not None:
                 self._empty(version)
             if version.file is None:

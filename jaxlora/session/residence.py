@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+import os
 import pathlib
+import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +27,10 @@ logger = logging.getLogger(__name__)
 Place = Literal["slot", "host", "file"]
 PENDING: Kind = "pending"  # of gradients beside the kinds of a slot's state
 _MOST_LEAVING = 4  # adapters whose copies are still on the device
-# Most bytes of parked adapters in memory that the device reads by itself.
-_PINNED_BYTES = 32 * 2**30
+# Most bytes of parked adapters in memory that the device reads by itself, and its share
+# of the host's.
+_PINNED_BYTES, _PINNED_SHARE = 32 * 2**30, 0.25
+_HOST_SHARE = 0.5  # of the free memory of the host, for parked adapters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +120,7 @@ class Resident:
 
     Attributes:
         like: The adapter without its values, which says its modules and ranks.
+        tenant: Whose it is.
         slot: Its slot; None: it is in none.
         has_gradients: Whether there are gradients since its last optimizer step.
         came: When it came into its slot, in the units of `Residence.bring`.
@@ -123,6 +128,7 @@ class Resident:
     """
 
     like: Adapter
+    tenant: str = ""
     slot: int | None = None
     has_gradients: bool = False
     came: int = 0
@@ -155,6 +161,7 @@ class Residence:
         min_stay: int,
         host_bytes: int | None = None,
         folder: pathlib.Path | None = None,
+        most_of: Callable[[str], int | None] = lambda tenant: None,
     ):
         """Starts with empty slots.
 
@@ -164,13 +171,22 @@ class Residence:
             num_slots: Their number.
             min_stay: How long an adapter stays in its slot if another one can leave.
             host_bytes: Memory of the host for parked adapters, beyond which those that
-                were used least recently go to files; None: there is no bound.
-            folder: Folder for these files, which no one else uses.
+                were used least recently go to files; None: half of what is free if
+                there is a folder, or else there is no bound.
+            folder: Folder for these files, which no one else uses. What is in it is
+                removed.
+            most_of: Returns the most slots of a tenant; None: any number.
         """
         assert host_bytes is None or folder is not None, "the rest needs a folder"
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier process
+            if host_bytes is None:
+                host_bytes = int(_HOST_SHARE * _host_memory("SC_AVPHYS_PAGES"))
+        most = _PINNED_SHARE * _host_memory("SC_PHYS_PAGES")
+        self._most_pinned = min(_PINNED_BYTES, most)
         self._table, self._programs = table, programs
         self._min_stay, self._bound, self._folder = min_stay, host_bytes, folder
-        self._free = deque(range(num_slots))
+        self._most_of, self._free = most_of, deque(range(num_slots))
         # The least recently used are first.
         self._here: dict[Resident, None] = {}
         self._parked: dict[Resident, None] = {}
@@ -187,7 +203,7 @@ class Residence:
             state: Its state; an adapter has taken no step.
         """
         one.away = state
-        if self._free:
+        if self._free and not self._is_full(one.tenant):
             self._enter(one)
         else:
             self._parked[one] = None
@@ -206,20 +222,33 @@ class Residence:
             The slot of each.
         """
         for one in some:
-            if one.slot is None and not self._free:
-                self.park(self._victim(some, busy, now))
             if one.slot is None:
+                if not self._free or self._is_full(one.tenant):
+                    self.park(self._victim(one, some, busy, now))
                 self._enter(one)
                 one.came = now
             self._here.pop(one)
             self._here[one] = None  # as the one that was used last
         return [one.slot for one in some if one.slot is not None]
 
+    def _is_full(self, tenant: str) -> bool:
+        """Whether a tenant has as many slots as it may have."""
+        most = self._most_of(tenant)
+        return most is not None and most <= sum(
+            one.tenant == tenant for one in self._here
+        )
+
     def _victim(
-        self, some: Sequence[Resident], busy: Collection[Resident], now: int
+        self,
+        coming: Resident,
+        some: Sequence[Resident],
+        busy: Collection[Resident],
+        now: int,
     ) -> Resident:
-        """Returns the adapter that leaves its slot."""
+        """Returns the adapter that leaves its slot for another one."""
         others = [one for one in self._here if one not in some]
+        if self._is_full(coming.tenant):
+            others = [one for one in others if one.tenant == coming.tenant]
         return min(
             others,
             key=lambda one: (
@@ -368,7 +397,7 @@ class Residence:
                 used -= rows.num_bytes
                 pinned -= rows.num_bytes * rows.is_pinned
                 one.away = self._write(rows)
-            elif rows.is_pinned and pinned > _PINNED_BYTES:
+            elif rows.is_pinned and pinned > self._most_pinned:
                 pinned -= rows.num_bytes
                 rows.unpin()
 
@@ -385,6 +414,11 @@ class Residence:
             safetensors.numpy.save_file(rows.on_host(), path)
 
         return _File(path, self._writer.submit(write), rows.is_finite)
+
+
+def _host_memory(pages: str) -> int:
+    """Returns the bytes of some pages of the host, by the name of `sysconf`."""
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _pinned(rows: jax.Array) -> Sharding:

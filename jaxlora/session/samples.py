@@ -244,7 +244,8 @@ class Samples:
         self._lanes: dict[int, _Lane] = {}  # by places of a row
         # By places of a row, and whether prompts are scored, with likely tokens.
         self._prepared: dict[tuple[int, bool | None], list[Prepared]] = {}
-        self._in_flight: tuple[_Lane, jax.Array, int] | None = None
+        # With the number of tokens, and the seconds until it was queued.
+        self._in_flight: tuple[_Lane, int, float] | None = None
         self._mark = jax.jit(lambda: jnp.zeros(()))
         self._turns = itertools.count(1)
         self._credit, self._since, self._is_idle = 0.0, 0.0, True
@@ -281,6 +282,8 @@ class Samples:
                 used.
         """
         _check(call, self._model.config)
+        if call.stop_texts:
+            assert self._tokenizer  # it is read here, where an error is the call's own
         version = None
         if call.version != BASE:
             version = self.published.version(call.version)
@@ -473,8 +476,8 @@ class Samples:
     def turn(self, train: Callable[[], bool]) -> bool:
         """Does a piece of sampling, of training, or of both, by their shares.
 
-        A piece that is queued here is waited for in the next turn, so that the device
-        has training to do while the host reads tokens, and the other way round.
+        The tokens of a piece that is queued here are taken in the next turn, while the
+        device has training to do.
 
         Args:
             train: Does the next piece of training; returns whether there was any.
@@ -489,12 +492,12 @@ class Samples:
         try:
             sampled = self._settle()
             if self._credit >= 0:
-                self._queue()
+                sampled += self._queue()
             has_trained = (
                 self._in_flight is None or self._credit <= _MOST_AHEAD
             ) and train()
             if not has_trained:
-                self._queue()
+                sampled += self._queue()
         except jax.errors.JaxRuntimeError as error:
             reason = (str(error).strip() or "no reason given").splitlines()[0]
             self._fail(
@@ -511,34 +514,41 @@ class Samples:
             time.sleep(_LOOK_SECONDS)  # until a program is compiled
         return not self._is_idle or bool(self._asked)
 
-    def _queue(self) -> None:
-        """Queues a part of prompts or a few tokens, unless one is queued already."""
+    def _queue(self) -> float:
+        """Queues a part of prompts or a few tokens, unless one is queued already.
+
+        Returns:
+            Its seconds so far. A GPU has ended a loop over tokens when it is queued,
+            because the host looks at each of them whether all sequences have ended.
+        """
         if self._in_flight is not None:
-            return
+            return 0.0
         self._admit()
         lanes = [lane for lane in self._lanes.values() if lane.running]
         lanes.sort(key=lambda lane: (not lane.batch.runs_prompts, lane.last_turn))
         if not lanes:
-            return
+            return 0.0
         lane = lanes[0]
         lane.last_turn = next(self._turns)
         lane.batch.decoder = self.published.decoder  # versions may have come since
         # It is ready when all is done that was queued before.
-        mark = self._mark()
+        self._mark().block_until_ready()
+        began = time.perf_counter()
         steps = lane.batch.queue(max(int(_PIECE_SECONDS / lane.step_seconds), 1))
-        self._in_flight = lane, mark, steps
+        seconds = time.perf_counter() - began
+        self._in_flight = lane, steps, seconds
+        return seconds
 
     def _settle(self) -> float:
-        """Takes the results of the piece that is queued; returns its seconds."""
+        """Takes the results of the piece that is queued; returns its other seconds."""
         if self._in_flight is None:
             return 0.0
-        (lane, mark, steps), self._in_flight = self._in_flight, None
-        mark.block_until_ready()
+        (lane, steps, before), self._in_flight = self._in_flight, None
         began = time.perf_counter()
         lane.batch.settle()
         seconds = time.perf_counter() - began
         if steps:
-            lane.step_seconds = max(seconds / steps, 1e-6)
+            lane.step_seconds = max((before + seconds) / steps, 1e-6)
         for asked in {id(asked): asked for asked, _ in lane.running}.values():
             asked.tell()
         for asked, answer in [one for one in lane.running if one[1].finish_reason]:

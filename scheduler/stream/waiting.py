@@ -8,12 +8,15 @@ account kept as a virtual time: padded tokens that have run, divided by the weig
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxlora.scheduler.types import Limits, Microbatch, Sample, in_order
 
 # Rows that a further microbatch costs beside its own, as a share of the largest one.
-_LAUNCH = 1 / 32
+_LAUNCH = 1 / 16
+# What it takes to bring an owner to the device, likewise.
+_MOVE = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,8 @@ class FairQueue:
         *,
         quantum: int | None = None,
         max_wait: int | None = None,
+        weight_of: Callable[[Any], float] = lambda tenant: 1.0,
+        most_owners_of: Callable[[Any], int | None] = lambda tenant: None,
     ):
         """Makes a queue whose tenants have run nothing.
 
@@ -103,6 +108,9 @@ class FairQueue:
             max_wait: A batch that has waited for so many rows, and for a whole round of
                 all tenants, goes before its tenant's equals; None: twice the largest
                 size.
+            weight_of: Returns the weight of a tenant, unless `weigh` was called.
+            most_owners_of: Returns the most owners of a tenant in a microbatch; None:
+                any number.
         """
         self.num_rows = 0
         self._limits, self._sizes = limits, sorted(sizes)
@@ -111,13 +119,14 @@ class FairQueue:
         self._max_wait = 2 * most if max_wait is None else max_wait
         self._best = _best_sizes(self._sizes, limits.block_tokens)
         self._weights: dict[Hashable, float] = {}
+        self._weight_of, self._most_owners_of = weight_of, most_owners_of
         # Virtual time of each tenant, unless it is less than any that counts.
         self._times: dict[Hashable, float] = {}
         self._least = 0.0  # that of the tenants who waited when a turn was chosen last
         self._active: set[Hashable] = set()
 
     def weigh(self, tenant: Hashable, weight: float) -> None:
-        """Sets the weight of a tenant, a positive number; others have 1."""
+        """Sets the weight of a tenant, a positive number."""
         assert weight > 0
         self._weights[tenant] = weight
 
@@ -171,10 +180,11 @@ class FairQueue:
 
 @dataclasses.dataclass(slots=True)
 class _Chosen:
-    """Samples that are in a microbatch, and their tokens by owner."""
+    """Samples that are in a microbatch, and their tokens by owner; owners by tenant."""
 
     samples: list[Sample] = dataclasses.field(default_factory=list)
     tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+    owners: dict[Hashable, set[int]] = dataclasses.field(default_factory=dict)
 
     def padded(self, limits: Limits) -> Mapping[int, int]:
         """Returns the rows of each owner."""
@@ -211,7 +221,7 @@ class _Filling:
                     break
             batch = self.first()
             self._left.remove(batch)
-            if self._fits(batch.owner, batch.num_tokens, len(batch.samples)):
+            if self._fits(batch, batch.num_tokens, len(batch.samples)):
                 self._take(batch, batch.samples)
             elif (rest := self._take_part(batch)) is not None:
                 self._left.append(rest)
@@ -222,13 +232,15 @@ class _Filling:
         queue = self._queue
         time = queue._times[batch.tenant]
         if time > least + queue._quantum:
-            return (4, False, time, batch.came)
-        fits = self._fits(batch.owner, batch.num_tokens, len(batch.samples))
+            return (4, time, batch.came)
+        fits = self._fits(batch, batch.num_tokens, len(batch.samples))
         if batch.has_begun and fits:
-            return (0, False, batch.num_tokens, batch.came)
+            return (0, batch.num_tokens, batch.came)
         if queue.num_rows - batch.came > self._max_wait:
-            return (1, False, batch.came, time)
-        return (2 if fits else 3, not batch.is_near, time, batch.came)
+            return (1, batch.came, time)
+        if not batch.is_near:
+            time += _MOVE * queue._sizes[-1]
+        return (2 if fits else 3, time, batch.came)
 
     def _added(self, owner: int, tokens: int) -> int:
         """Returns the rows that further tokens of an owner would add."""
@@ -236,15 +248,21 @@ class _Filling:
         before = self._chosen.tokens.get(owner, 0)
         return padded(before + tokens) - padded(before)
 
-    def _fits(self, owner: int, tokens: int, number: int = 1) -> bool:
-        """Whether a number of samples of an owner fits."""
+    def _fits(self, batch: WaitingBatch, tokens: int, number: int = 1) -> bool:
+        """Whether a number of samples of a batch fits."""
         limits, chosen = self._queue._limits, self._chosen
-        is_new = owner not in chosen.tokens
         return (
-            self._added(owner, tokens) <= self._room
+            self._added(batch.owner, tokens) <= self._room
             and len(chosen.samples) + number <= limits.most_samples
-            and not (is_new and len(chosen.tokens) >= limits.most_jobs)
+            and (batch.owner in chosen.tokens or self._has_place(batch.tenant))
         )
+
+    def _has_place(self, tenant: Hashable) -> bool:
+        """Whether there is a place for another owner of a tenant."""
+        if len(self._chosen.tokens) >= self._queue._limits.most_jobs:
+            return False
+        most = self._queue._most_owners_of(tenant)
+        return most is None or len(self._chosen.owners.get(tenant, ())) < most
 
     def _take(self, batch: WaitingBatch, samples: Sequence[Sample]) -> None:
         queue, owner, chosen = self._queue, batch.owner, self._chosen
@@ -253,7 +271,8 @@ class _Filling:
         self._room -= added
         chosen.samples += samples
         chosen.tokens[owner] = chosen.tokens.get(owner, 0) + tokens
-        weight = queue._weights.get(batch.tenant, 1.0)
+        chosen.owners.setdefault(batch.tenant, set()).add(owner)
+        weight = queue._weights.get(batch.tenant) or queue._weight_of(batch.tenant)
         queue._times[batch.tenant] += added / weight
 
     def _take_part(self, batch: WaitingBatch) -> WaitingBatch | None:
@@ -264,7 +283,7 @@ class _Filling:
             nothing else of it fits.
         """
         times, tenant = self._queue._times, batch.tenant
-        if not self._fits(batch.owner, batch.shortest):
+        if not self._fits(batch, batch.shortest):
             return None
         others = [times[b.tenant] for b in self._left if b.tenant != tenant]
         until = max(times[tenant], min(others, default=math.inf)) + self._queue._quantum
@@ -274,9 +293,9 @@ class _Filling:
             if times[tenant] >= until:
                 rest = in_order([*left, *order[number:]])
                 return dataclasses.replace(batch, samples=rest)
-            if self._fits(batch.owner, sample.num_tokens):
+            if self._fits(batch, sample.num_tokens):
                 self._take(batch, [sample])
-            elif not self._fits(batch.owner, batch.shortest):
+            elif not self._fits(batch, batch.shortest):
                 return None
             else:
                 left.append(sample)

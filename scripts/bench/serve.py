@@ -4,13 +4,16 @@ Each tenant sends 8 samples, waits for the optimizer step, and sends the next 8.
 offline trainer has the same jobs, and knows all of their samples ahead. Weights and
 tokens are random, lengths are log-normal.
 
-    A  1, 4, 16 and 32 such tenants
+    A  16, 1 and 4 such tenants
     D  one of 16 tenants sends 64 times as much
     L  a lone request of 512 tokens
 
-Fairness is the largest deviation of a tenant's tokens from the mean of all. Fill is the
-share of rows that hold tokens. Busy is the share of the time that the device would need
-for its microbatches and steps one after another.
+    P  as A, with more tenants than slots, which so move to the host and back
+
+Unfairness is the largest deviation of a tenant's tokens from the mean. Fill is the
+share of rows that hold tokens. Busy is the share of the time that the device needs for
+its microbatches and steps, by their times when it has the next one before the last one
+has ended. Moves are adapters that left a slot.
 
     python -m scripts.bench serve --output-dir bench
     python -m scripts.bench serve --model tiny --seconds 2 --tenants 4
@@ -19,7 +22,6 @@ for its microbatches and steps one after another.
 import argparse
 import collections
 import dataclasses
-import functools
 import itertools
 import pathlib
 import time
@@ -42,7 +44,14 @@ from jaxlora.profile.training import Training
 from jaxlora.programs.program import Prepared
 from jaxlora.scheduler import AffineCost, CostModel, Pipeline, get_packer
 from jaxlora.session.datum import ChosenLoss
-from jaxlora.session.engine import Engine, OpenAdapter, StepCall
+from jaxlora.session.engine import (
+    Call,
+    Engine,
+    OpenAdapter,
+    PassCall,
+    Piece,
+    StepCall,
+)
 from jaxlora.session.operations import new_adapter, pass_call
 from jaxlora.session.sampler import publish
 from jaxlora.train.execute.step import optimizer_inputs
@@ -68,14 +77,12 @@ class Case(Workload):
         slots: Slots of the engine.
         samples: Samples of a batch.
         mean_tokens: Mean length of a sample.
-        seconds: Time of a row.
     """
 
     sizes: tuple[int, ...]
     slots: int
     samples: int = 8
     mean_tokens: int = 350
-    seconds: float = 15.0
 
     def lengths(self, rng: np.random.Generator, number: int) -> list[int]:
         """Draws the lengths of some samples."""
@@ -183,7 +190,11 @@ class Tenant:
     """A client that sends its next batch when the last step is done."""
 
     def __init__(
-        self, engine: Engine, one: OpenAdapter, batches: Sequence[Sequence[Datum]]
+        self,
+        engine: Engine,
+        one: OpenAdapter,
+        batches: Sequence[Sequence[Datum]],
+        owners: dict[Call, str],
     ):
         """Sends nothing yet.
 
@@ -191,12 +202,12 @@ class Tenant:
             engine: The engine.
             one: Its adapter.
             batches: What it sends, in turn.
+            owners: Gets the name of the adapter for each call.
         """
-        self.one, self._engine = one, engine
+        self.one, self._engine, self._owners = one, engine, owners
         self._batches = itertools.cycle(batches)
         self._loss = ChosenLoss.of("cross_entropy", None)
         self.seconds: list[float] = []
-        self.tokens: list[int] = []
         self.is_stopped = False
 
     def send(self) -> None:
@@ -206,10 +217,11 @@ class Tenant:
 
         def done(result: object) -> None:
             self.seconds.append(time.perf_counter() - began)
-            self.tokens.append(sum(len(one.tokens) for one in data))
+            del self._owners[call]
             if not self.is_stopped:
                 self.send()
 
+        self._owners[call] = self.one.name
         self._engine.submit(self.one, call)
         self._engine.submit(self.one, StepCall(params=_RATE, on_result=done))
 
@@ -226,17 +238,19 @@ class Load:
         """
         self._case, self.engine = case, engine
         self._vocab = engine.model.config.vocab_size
+        # What the device was given: microbatches by rows, and tokens by adapter.
         self._microbatches: collections.Counter[int] = collections.Counter()
-        self._num_tokens = 0
-        queue = engine._queue_microbatch
+        self._tokens: collections.Counter[str] = collections.Counter()
+        self._owners: dict[Call, str] = {}
+        engine.on_queued = self._count
+        self.times: dict[int, float] = {}  # of microbatches, and 0 of a step, in ms
 
-        def count(run, microbatch, places, batches, rows):
-            self._microbatches[rows] += 1
-            self._num_tokens += sum(sample.num_tokens for sample in microbatch)
-            return queue(run, microbatch, places, batches, rows)
-
-        engine._queue_microbatch = count
-        self.times: dict[str, float] = {}  # of the device's work, in ms
+    def _count(self, piece: Piece) -> None:
+        self._microbatches[piece.rows] += 1
+        for call, number in piece.parts:
+            if isinstance(call, PassCall):
+                tokens = len(call.samples[number].token_ids)
+                self._tokens[self._owners.get(call, "")] += tokens
 
     def datums(self, rng: np.random.Generator, lengths: Sequence[int]) -> list[Datum]:
         """Makes datums whose last tokens are targets."""
@@ -263,7 +277,7 @@ class Load:
             batches = [
                 self.datums(rng, case.lengths(rng, samples)) for _ in range(_POOL)
             ]
-            every.append(Tenant(self.engine, one, batches))
+            every.append(Tenant(self.engine, one, batches, self._owners))
         return every
 
     def close(self, tenants: Sequence[Tenant]) -> None:
@@ -274,131 +288,185 @@ class Load:
             self.engine.finish(one.one)
             self.engine.close(one.one)
 
-    def run(self, tenants: Sequence[Tenant]) -> float:
-        """Runs for the time of a row, after a warm-up; returns the seconds."""
+    def run(
+        self, tenants: Sequence[Tenant], counted: Sequence[Tenant], seconds: float
+    ) -> dict[str, Any]:
+        """Runs a row after a warm-up, and closes the tenants; returns its columns.
+
+        Args:
+            tenants: All tenants.
+            counted: Those whose times and shares count.
+            seconds: Time of the row.
+        """
         for one in tenants:
             one.send()
-        self._until(time.perf_counter() + self._case.seconds / 4)
+        # Longer than a round of all tenants, in which their adapters come for the
+        # first time.
+        warm_up = 3 + seconds / 8 + len(tenants) / 6 if seconds > 3 else 0.0
+        self._until(time.perf_counter() + warm_up)
         self._microbatches.clear()
-        self._num_tokens, before = 0, self.engine._residence.num_moves
+        self._tokens.clear()
+        before = self.engine._residence.num_moves
         for one in tenants:
             one.seconds.clear()
-            one.tokens.clear()
         began = time.perf_counter()
-        self._until(began + self._case.seconds)
+        self._until(began + seconds)
         seconds = time.perf_counter() - began
-        self._moves = self.engine._residence.num_moves - before
-        return seconds
+        moves = self.engine._residence.num_moves - before
+        found = self._columns(counted, seconds) | {"moves": moves}
+        for one in tenants:
+            one.is_stopped = True
+        for one in tenants:
+            self.engine.finish(one.one)
+            self.engine.close(one.one)
+        return found
 
     def _until(self, end: float) -> None:
         while time.perf_counter() < end:
             self.engine.advance()
 
-    def columns(self, counted: Sequence[Tenant], seconds: float) -> dict[str, Any]:
-        """Returns the results of a row.
-
-        Args:
-            counted: The tenants whose times count.
-            seconds: Time of the row.
-        """
+    def _columns(self, counted: Sequence[Tenant], seconds: float) -> dict[str, Any]:
         every = [x for one in counted for x in one.seconds]
-        rows = sum(size * number for size, number in self._microbatches.items())
-        shares = np.array([sum(one.tokens) for one in counted]) / seconds
-        busy = sum(self.times[f"{s}"] * n for s, n in self._microbatches.items())
-        busy += self.times["step"] * len(every)
+        num_tokens = self._tokens.total()
+        pieces = self._microbatches
+        shares = np.array([self._tokens[one.one.name] for one in counted]) / seconds
+        busy = sum(self.times[size] * number for size, number in pieces.items())
         quantile = lambda q: round(float(np.quantile(every, q)), 3) if every else None
         return {
-            "tokens_per_second": round(self._num_tokens / seconds),
+            "tokens_per_second": round(num_tokens / seconds),
+            "of_a_tenant": round(shares.mean()),
             "p50_s": quantile(0.5),
             "p99_s": quantile(0.99),
             "requests": len(every),
             "unfairness": round(float(np.abs(shares / shares.mean() - 1).max()), 3),
-            "fill": round(self._num_tokens / max(1, rows), 3),
+            "fill": round(num_tokens / sum(s * n for s, n in pieces.items()), 3),
             "busy": round(busy / 1e3 / seconds, 3),
-            "microbatches": {str(k): n for k, n in sorted(self._microbatches.items())},
-            "moves": self._moves,
+            "pieces": {str(k): n for k, n in sorted(pieces.items())},
         }
 
     # ---- rows --------------------------------------------------------------------
 
     def singles(self) -> Iterator[dict[str, Any]]:
-        """Times single pieces of work, each from its call to its end."""
+        """Times single pieces of work.
+
+        Those "to the end" are from the call to the result. The others are means of
+        several of them that are queued one after another.
+        """
         engine, rng = self.engine, np.random.default_rng(1)
+        adapters = [
+            new_adapter(engine, f"a{i}", rank=self._case.rank, seed=i) for i in range(4)
+        ]
         began = time.perf_counter()
-        tenants = self.tenants(min(16, self._case.slots))
-        each = (time.perf_counter() - began) / len(tenants)
-        yield {"row": "create and draw data", "ms": round(1e3 * each, 2)}
-        one = tenants[0].one
+        adapter = new_adapter(engine, "new", rank=self._case.rank)
+        yield _row("make an adapter on the host", time.perf_counter() - began)
+        engine.close(engine.open("new", adapter))
+        began = time.perf_counter()
+        engine.close(engine.open("new", adapter))
+        jax.block_until_ready(engine.table.state.pending.is_finite)
+        yield _row("open and close it", time.perf_counter() - began)
+        some = [engine.open(f"a{i}", adapter) for i, adapter in enumerate(adapters)]
         loss = ChosenLoss.of("cross_entropy", None)
 
-        def send(lengths: Sequence[int], *, steps: bool) -> None:
+        def call(lengths: Sequence[int]) -> PassCall:
             data = self.datums(rng, lengths)
-            engine.submit(one, pass_call(engine, data, loss, is_training=True))
-            if steps:
-                engine.submit(one, StepCall(params=_RATE))
-            engine.finish(one)
+            return pass_call(engine, data, loss, is_training=True)
 
-        longest = self._case.longest
         for size in self._case.sizes:
-            lengths = [min(longest, size)] * max(1, size // longest)
-            ms = _median(functools.partial(send, lengths, steps=False))
-            self.times[f"{size}"] = ms
-            yield {"row": f"microbatch of {size}", "ms": round(ms, 2)}
+            mean = min(self._case.mean_tokens, size)
+            number = max(1, size // mean)
+            calls = [call([size // number] * number) for _ in range(7)]
+            for number, one in enumerate(calls):
+                if number == 1:
+                    engine.drain()
+                    began = time.perf_counter()
+                engine.submit(some[0], one)
+                numbers = [*one.waiting]
+                engine.run_layout(size, [(some[0], one, i) for i in numbers])
+            engine.drain()
+            seconds = (time.perf_counter() - began) / (len(calls) - 1)
+            self.times[size] = 1e3 * seconds
+            yield _row(f"microbatch of {size}", seconds)
+
+        def steps() -> None:
+            for one in some:
+                engine.submit(one, StepCall(params=_RATE))
+            for one in some:
+                engine.finish(one)
+
+        seconds = _median(steps) / len(some)
+        self.times[0] = 1e3 * seconds
+        yield _row("step of a slot", seconds)
         alone = min(LONE_TOKENS, self._case.sizes[0])
 
-        def step() -> None:
-            engine.submit(one, StepCall(params=_RATE))
-            engine.finish(one)
+        def lone(one: PassCall) -> None:
+            engine.submit(some[0], one)
+            engine.submit(some[0], StepCall(params=_RATE))
+            engine.finish(some[0])
 
-        self.times["step"] = _median(step)
-        yield {"row": "step of a slot", "ms": round(self.times["step"], 2)}
-        ms = _median(functools.partial(send, [alone], steps=True), 15)
-        yield {"row": f"L: lone request of {alone} tokens", "ms": round(ms, 2)}
+        calls = iter([call([alone]) for _ in range(16)])
+        seconds = _median(lambda: lone(next(calls)), 15)
+        yield _row(f"L: lone request of {alone} tokens, to the end", seconds)
         no_tokenizer: Any = lambda: None
 
         def published() -> None:
-            made = publish(engine, one, no_tokenizer)
+            made = publish(engine, some[0], no_tokenizer)
             jax.block_until_ready(jax.tree.leaves(made._decoder.weights()[0].adapters))
 
-        yield {"row": "publish", "ms": round(_median(published), 2)}
+        yield _row("publish, to the end", _median(published))
+        for one in some:
+            engine.close(one)
+
+    def moves(self) -> Iterator[dict[str, Any]]:
+        """Times adapters that leave their slots and come back, four at a time."""
+        engine, rank = self.engine, self._case.rank
+        adapters = [new_adapter(engine, f"a{i}", rank=rank, seed=i) for i in range(4)]
+        some = [engine.open(f"a{i}", adapter) for i, adapter in enumerate(adapters)]
 
         def move() -> None:
-            engine.park(one)
-            engine.bring(one)
+            for one in some:
+                engine.park(one)
+            for one in some:
+                engine.bring(one)
+
+        def moved() -> None:
+            move()
             jax.block_until_ready(engine.table.state.pending.is_finite)
 
-        yield {"row": "park and bring back", "ms": round(_median(move), 2)}
-        self.close(tenants)
+        moved()
+        yield _row("park and bring back, host", _median(move, 3) / len(some))
+        yield _row("park and bring back, to the end", _median(moved) / len(some))
+        for one in some:
+            engine.close(one)
 
-    def closed_loop(self, number: int) -> dict[str, Any]:
-        """Row A."""
+    def closed_loop(self, number: int, seconds: float) -> dict[str, Any]:
+        """Row A, or P."""
         tenants = self.tenants(number)
-        seconds = self.run(tenants)
-        found = self.columns(tenants, seconds)
-        self.close(tenants)
-        return {"row": f"A: {number} tenants"} | found
+        letter = "P" if number > self._case.slots else "A"
+        return {"row": f"{letter}: {number} tenants"} | self.run(
+            tenants, tenants, seconds
+        )
 
-    def heavy(self, number: int) -> dict[str, Any]:
+    def heavy(self, number: int, seconds: float) -> dict[str, Any]:
         """Row D, whose times and shares are those of the other tenants."""
         tenants = self.tenants(number, first=HEAVY)
-        others = tenants[1:]
-        seconds = self.run(tenants)
-        found = self.columns(others, seconds)
-        each = [sum(one.tokens) / seconds for one in others]
-        found["others_tokens_per_second"] = round(sum(each) / len(each))
-        found["heavy_tokens_per_second"] = round(found["tokens_per_second"] - sum(each))
-        self.close(tenants)
+        found = self.run(tenants, tenants[1:], seconds)
+        others = (number - 1) * found["of_a_tenant"]
+        found["of_the_heavy"] = round(found["tokens_per_second"] - others)
         return {"row": f"D: {number} tenants, one of {HEAVY} times the load"} | found
 
 
+def _row(name: str, seconds: float) -> dict[str, Any]:
+    return {"row": name, "ms": round(1e3 * seconds, 2)}
+
+
 def _median(run: Callable[[], object], times: int = 7) -> float:
-    """Returns the milliseconds of a call."""
+    """Returns the seconds of a call."""
     run()
     found = []
     for _ in range(times):
         began = time.perf_counter()
         run()
-        found.append(1e3 * (time.perf_counter() - began))
+        found.append(time.perf_counter() - began)
     return float(np.median(found))
 
 
@@ -407,8 +475,8 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     ms = [row for row in rows if "ms" in row]
     loads = [row for row in rows if "tokens_per_second" in row]
     columns = (
-        "row", "tokens_per_second", "of_offline", "p50_s", "p99_s", "unfairness",
-        "fill", "busy", "moves", "heavy_tokens_per_second", "others_tokens_per_second",
+        "row", "tokens_per_second", "of_offline", "of_a_tenant", "of_the_heavy",
+        "p50_s", "p99_s", "unfairness", "fill", "busy", "moves",
     )  # fmt: skip
     return f"{table(ms, ('row', 'ms'))}\n\n{table(loads, columns)}"
 
@@ -423,16 +491,23 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument("--block-tokens", type=int, default=64)
     out.add_argument("--slots", type=int, default=32)
     out.add_argument("--rank", type=int, default=16)
-    out.add_argument("--tenants", type=int, nargs="+", default=[16, 1, 4, 32])
+    out.add_argument("--tenants", type=int, nargs="+", default=[16, 1, 4, 64])
     out.add_argument("--samples", type=int, default=8, help="in a batch")
     out.add_argument("--mean-tokens", type=int, default=350, help="in a sample")
     out.add_argument(
         "--rows",
         nargs="+",
-        choices=["singles", "offline", "A", "D"],
-        default=["singles", "offline", "A", "D"],
+        choices=["offline", "A", "D"],
+        default=["offline", "A", "D"],
+        help="besides single pieces of work",
     )
     out.add_argument("--seconds", type=float, default=15.0, help="of a row")
+    out.add_argument(
+        "--first-seconds",
+        type=float,
+        default=60.0,
+        help="of the first row of A, whose shares are compared",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -456,7 +531,6 @@ def run(args: argparse.Namespace) -> None:
         slots=args.slots,
         samples=args.samples,
         mean_tokens=args.mean_tokens,
-        seconds=args.seconds,
     )
     rows, began = Rows(args.output_dir, "serve", tables), time.perf_counter()
     device = about(jax.devices()[0].device_kind)
@@ -469,7 +543,8 @@ def run(args: argparse.Namespace) -> None:
     jobs = min(most, 16)
     offline = Offline(case, jobs, compiles="offline" in args.rows)
     load = Load(case, _engine(case, offline.trained))
-    add({"row": "programs", "ms": round(1e3 * (time.perf_counter() - began))})
+    estimate = {"estimate": str(load.engine.memory_estimate)}
+    add(_row("load and compile", time.perf_counter() - began) | estimate)
     for found in load.singles():  # which the others need, too
         add(found)
     first, *others = args.tenants
@@ -484,11 +559,13 @@ def run(args: argparse.Namespace) -> None:
         return {**found, "of_offline": ratio}
 
     if "A" in args.rows:
-        add(against(load.closed_loop(first)))
+        add(against(load.closed_loop(first, args.first_seconds)))
     if "D" in args.rows:
-        add(against(load.heavy(first)))
+        add(against(load.heavy(first, args.seconds)))
+    for found in load.moves():
+        add(found)
     for number in others if "A" in args.rows else ():
-        add(against(load.closed_loop(number)))
+        add(against(load.closed_loop(number, args.seconds)))
     print(rows.tables())
 
 

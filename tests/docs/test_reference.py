@@ -10,6 +10,8 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.config.generation_settings import SamplesConfig
+from jaxlora.config.serve_config import Quota, RequestLimits, Retention, ServeConfig
+from jaxlora.config.session_config import SamplingConfig, SessionConfig
 from jaxlora.config.space import Space
 from jaxlora.config.sweep_config import Metric, RuleName, Sweep
 from jaxlora.run import events
@@ -20,9 +22,9 @@ from tests.docs import pages
 _ROW = re.compile(r"^\| (`[^|]*) \|([^|]*)\|", re.M)
 
 
-def rows(section: str) -> dict[str, str]:
+def rows(section: str, page: str = "run_file.md") -> dict[str, str]:
     """Returns the default of each key in the table of a section, as it is written."""
-    text = (pages.DOCS / "run_file.md").read_text()
+    text = (pages.DOCS / page).read_text()
     part = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     assert part is not None
     out = {}
@@ -52,6 +54,11 @@ def test_defaults_of_the_run_file(model: type[pydantic.BaseModel], section: str)
         further = {*Space.model_fields, *Metric.model_fields, "value"}
         for name in further | set(get_args(RuleName)):
             del table[name]
+    check_defaults(model, table)
+
+
+def check_defaults(model: type[pydantic.BaseModel], table: dict[str, str]) -> None:
+    """Checks that a table has each setting, and its default if that is plain."""
     assert set(model.model_fields) == set(table)
     for name, field in model.model_fields.items():
         written = table[name].strip("`")
@@ -61,6 +68,21 @@ def test_defaults_of_the_run_file(model: type[pydantic.BaseModel], section: str)
             assert written == str(field.default).lower(), name
         elif isinstance(field.default, int | float) and written:
             assert float(written) == field.default, name
+
+
+@pytest.mark.parametrize(
+    ("model", "section"),
+    [
+        (ServeConfig, "Settings"),
+        (SessionConfig, "Slots and microbatches"),
+        (SamplingConfig, "Sampling"),
+        (Quota, "Quotas"),
+        (RequestLimits, "Limits of a request"),
+        (Retention, "Retention"),
+    ],
+)
+def test_defaults_of_a_server(model: type[pydantic.BaseModel], section: str):
+    check_defaults(model, rows(section, "serve.md"))
 
 
 def test_every_field_of_the_log():

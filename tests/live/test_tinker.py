@@ -1,40 +1,178 @@
 """The unmodified tinker client, in an environment of its own, works with the server.
 
-Set JAXLORA_TINKER to Python interpreters, divided by `:`, that have the package tinker
-and torch. Nothing else needs them, so these tests do not run without.
+Set JAXLORA_TINKER to Python interpreters, divided by `:`, that have tinker and torch.
+One with tinker-cookbook runs its recipes, too. Nothing else needs them, so these tests
+do not run without.
 """
 
+import json
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
+from jaxlora.serve.tinker import messages
 from tests import tiny
 from tests.jaxlora.serve.running import running_server
+from tests.jaxlora.session.conftest import SETTINGS
 
 pytestmark = pytest.mark.live
 PYTHONS = [one for one in os.environ.get("JAXLORA_TINKER", "").split(":") if one]
 needs_client = pytest.mark.skipif(
     not PYTHONS, reason="set JAXLORA_TINKER to a Python that has tinker and torch"
 )
-CLIENT = pathlib.Path(__file__).with_name("tinker_client.py")
+HERE = pathlib.Path(__file__).parent
+COOKBOOK_MODEL = "Qwen/Qwen3-8B-Base"
+LONG = tiny.CONFIG | {"max_position_embeddings": 2048}
+
+
+def run(python: str, *arguments: object, **environment: str) -> str:
+    """Runs Python without this package and without the network; returns its output."""
+    own = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [python, *map(str, arguments)],
+        env=os.environ | own | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def client(address: str) -> dict[str, str]:
+    return {"TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-local"}
 
 
 @needs_client
 @pytest.mark.parametrize("python", PYTHONS)
 def test_all_public_methods(python, tmp_path):
+    """With so few tokens a request, the newest client divides its passes."""
     model = tiny.write_model(tmp_path / "model")
     with running_server(tmp_path, model, limits={"tokens": 100}) as address:
-        environment = {"TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-local"}
-        done = subprocess.run(
-            [python, CLIENT, str(model)],
-            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-            stdout=subprocess.PIPE,
-            stderr=sys.stderr,
-            text=True,
-            check=False,
-            timeout=900,
-        )
-    assert done.returncode == 0 and "methods of tinker" in done.stdout
+        said = run(python, HERE / "tinker_client.py", model, **client(address))
+    assert "methods of tinker" in said
+
+
+DESCRIBE = """
+import json
+from tinker.proto import tinker_public_pb2 as p
+print(json.dumps({
+    name: {f.name: [f.number, f.type, f.is_repeated] for f in message.fields}
+    for name, message in p.DESCRIPTOR.message_types_by_name.items()
+}))
+"""
+
+
+@needs_client
+@pytest.mark.parametrize("python", PYTHONS)
+def test_messages_are_those_of_the_client(python):
+    """All fields of this server, except those that older clients do not have."""
+    theirs = json.loads(run(python, "-c", DESCRIBE))
+    missing = {"LossConfigValue", "ForwardBackwardRequest.loss_fn_config_v2"}
+    for name, one in messages.CLASSES.items():
+        for field in one.DESCRIPTOR.fields:
+            own = [field.number, field.type, field.is_repeated]
+            if {name, f"{name}.{field.name}"} & missing and "0.24" in python_of(python):
+                continue
+            assert theirs[name][field.name] == own, f"{name}.{field.name}"
+
+
+def python_of(python: str) -> str:
+    """The version of the client of an interpreter."""
+    return run(python, "-c", "import tinker; print(tinker.__version__)")
+
+
+def has_cookbook(python: str) -> bool:
+    found = "import importlib.util as u; print(u.find_spec('tinker_cookbook') is None)"
+    said = subprocess.run(
+        [python, "-c", found], capture_output=True, text=True, check=True
+    )
+    return said.stdout.strip() == "False"
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    """Runs recipes of the cookbook, unchanged, and returns their metrics."""
+    if not (pythons := [one for one in PYTHONS if has_cookbook(one)]):
+        pytest.skip("set JAXLORA_TINKER to a Python that has tinker-cookbook, too")
+    folder = tmp_path_factory.mktemp("cookbook")
+    model = tiny.write_model(folder / "model", config=LONG)
+    cache = folder / "cache"
+    run(pythons[0], HERE / "cookbook_cache.py", cache, model, HF_HOME=str(cache))
+    session = SETTINGS | {"rank": 32, "slots": 4, "microbatch_tokens": [512]}
+    with running_server(
+        folder, model, model_name=COOKBOOK_MODEL, session=session
+    ) as address:
+
+        def run_recipe(name: str, **settings: object) -> list[dict[str, float]]:
+            log = folder / name
+            given = settings | {"log_path": log, "model_name": COOKBOOK_MODEL}
+            words = [f"{key}={value}" for key, value in given.items()]
+            module = f"tinker_cookbook.recipes.{name}"
+            environment = client(address) | {"HF_HOME": str(cache)}
+            run(pythons[0], "-m", module, *words, **environment)
+            lines = (log / "metrics.jsonl").read_text().splitlines()
+            return [json.loads(line) for line in lines]
+
+        run_recipe.folder = folder
+        yield run_recipe
+
+
+@needs_client
+def test_recipes(recipes):
+    """Supervised learning, its resumption, and from there reinforcement learning.
+
+    A random model is never rewarded, so the first recipe teaches it how answers look.
+    """
+    supervised = {
+        "batch_size": 4,
+        "learning_rate": 2e-2,
+        "max_length": 1024,
+        "save_every": 10,
+        "train_on_what": "last_assistant_message",
+    }
+    first = recipes("sl_loop", **supervised, max_steps=15)
+    assert first[-1]["train_mean_nll"] < 0.1 * first[0]["train_mean_nll"]
+    saved = recipes.folder / "sl_loop" / "checkpoints.jsonl"
+    half = saved.read_text().splitlines()[0]
+    assert json.loads(half)["batch"] == 10
+    saved.write_text(half + "\n")
+    resumed = recipes("sl_loop", **supervised)
+    again = resumed[len(first) :][:5]
+    for one, other in zip(again, first[10:], strict=True):
+        assert one["train_mean_nll"] == other["train_mean_nll"]
+    last = json.loads(saved.read_text().splitlines()[-1])
+    folder = recipes.folder / "rl_loop"
+    folder.mkdir()
+    start = {"name": "start", "batch": 0, "state_path": last["state_path"]}
+    (folder / "checkpoints.jsonl").write_text(json.dumps(start) + "\n")
+    rewarded = recipes(
+        "rl_loop",
+        batch_size=4,
+        group_size=4,
+        max_tokens=16,
+        max_steps=6,
+        learning_rate=1e-3,
+        loss_fn="importance_sampling",
+    )
+    assert sum(one["reward/total"] for one in rewarded) > 0
+    assert any("grad_norm:max" in one for one in rewarded)
+
+
+@needs_client
+def test_a_recipe_of_preferences(recipes):
+    """Before the first step, the adapter is the reference, so the loss is log 2."""
+    found = recipes(
+        "preference.dpo.train",
+        dataset="hhh",
+        batch_size=8,
+        max_steps=6,
+        learning_rate=3e-3,
+        max_length=512,
+    )
+    assert found[0]["dpo_loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert found[-1]["accuracy"] == 1 and found[-1]["dpo_loss"] < 0.1

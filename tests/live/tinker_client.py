@@ -30,6 +30,7 @@ ABSENT = {
 }
 # Not requests: callbacks, and addresses of the hosted service's pages.
 OTHER = {"on_queue_state_change", "get_console_url", "get_telemetry", "holder"}
+REFUSALS = tinker.TinkerError, RuntimeError, TypeError, ValueError, AssertionError
 CALLED: set[str] = set()
 LEARNING = types.AdamParams(learning_rate=1e-2)
 SECONDS = 120
@@ -313,7 +314,7 @@ def absent(rest: RestClient, service: ServiceClient, session: str, path: str) ->
                     else:
                         got(called)
                 # 0.24 may assert that an async method runs in its own loop.
-                except (tinker.TinkerError, RuntimeError, TypeError, AssertionError):
+                except REFUSALS:
                     continue
                 raise AssertionError(f"{variant} works")
 

@@ -25,6 +25,7 @@ def _mutant(wrong: str, old: str, new: str, *tests: str) -> Mutant:
 
 
 _TRAIN, _SCHEDULER = "tests/jaxlora/train", "tests/scheduler"
+_JOBS_OVER_HTTP = "tests/jaxlora/serve/jobs"
 
 _ORDER_AND_RESUME = (
     _mutant(
@@ -259,8 +260,8 @@ _JOBS = (
     ),
     _mutant(
         "a copy keeps the best evaluation of the other job",
-        "            best_eval=None,\n            best_step=None,",
-        "            best_step=None,",
+        "        best_eval=None,\n        best_step=None,",
+        "        best_step=None,",
         f"{_TRAIN}/test_best_evaluation.py",
     ),
     _mutant(
@@ -736,10 +737,80 @@ _CALLS = (
         f"{_SESSION}/test_engine.py::test_calls_run_in_the_order_of_their_adapter",
     ),
     _mutant(
+        "a parked adapter comes back without its gradients",
+        "            if pending is not None:\n",
+        "            if False:\n",
+        f"{_SESSION}/test_residence.py::test_gradients_go_with_a_parked_adapter",
+    ),
+    _mutant(
+        "gradients of a parked adapter are finite when it comes back",
+        "self._write_gradients(slot, pending, rows.is_finite)",
+        "self._write_gradients(slot, pending, True)",
+        f"{_SESSION}/test_residence.py",
+    ),
+    _mutant(
+        "rows of an adapter run with the slot of another one",
+        "found = [next(others) if slot is None else slot for slot in slots]",
+        "found = [next(others) if slot is None else slot for slot in slots[::-1]]",
+        f"{_SESSION}/test_losses.py",
+    ),
+    _mutant(
+        "a tenant that was away is owed all that it has missed",
+        "start = self._least - self._quantum",
+        "start = self._least - 99 * self._quantum",
+        "tests/scheduler/stream/test_waiting.py",
+    ),
+    _mutant(
         "a tenant that is ahead runs as one that is behind",
         "if time > least + queue._quantum:",
         "if time > least + 99 * queue._quantum:",
         "tests/scheduler/stream/test_waiting.py",
+    ),
+)
+
+_JOBS_OF_SERVERS = (
+    _mutant(
+        "a job counts operations that are not done",
+        "seq, self._seq = self._seq, own.next_seq\n",
+        "seq = self._seq\n",
+        f"{_JOBS_OVER_HTTP}/test_requests.py::test_jobs_go_on_after_crashes",
+    ),
+    _mutant(
+        "losses of several positions go uphill",
+        "return [gradient[place] for place in self._places]",
+        "return [-gradient[place] for place in self._places]",
+        f"{_JOBS_OVER_HTTP}/test_jobs.py",
+    ),
+    _mutant(
+        "a tenant's job may name any file",
+        "if name in self.shared:\n            return self.shared[name]",
+        "if name in self.shared or pathlib.Path(name).exists():\n"
+        "            return self.shared.get(name, name)",
+        f"{_JOBS_OVER_HTTP}/test_requests.py::test_what_a_job_cannot_have",
+    ),
+)
+
+_SAMPLES = (
+    _mutant(
+        "a sequence reads what the one before has left in its row",
+        "return jnp.where(begins.reshape(-1, *[1] * (whole.ndim - 1)), 0, taken)",
+        "return taken",
+        f"{_SESSION}/test_samples.py::"
+        "test_a_version_that_diverged_does_not_reach_those_after_it",
+    ),
+    _mutant(
+        "the random numbers of a token are those of the first",
+        "ints[:, i] = request.slot, place, step, request.seed",
+        "ints[:, i] = request.slot, place, 0, request.seed",
+        f"{_SESSION}/test_samples.py::test_calls_together_give_the_bits_of_each_alone",
+        "tests/jaxlora/generate/test_generator.py",
+    ),
+    _mutant(
+        "a release ends a version that calls still need",
+        "if version.num_held or not version.is_released:",
+        "if not version.is_released:",
+        f"{_SESSION}/test_samples.py::"
+        "test_a_release_waits_for_the_calls_that_need_the_version",
     ),
 )
 
@@ -751,4 +822,6 @@ MUTANTS = (
     *_DEVICES,
     *_PLANS,
     *_CALLS,
+    *_SAMPLES,
+    *_JOBS_OF_SERVERS,
 )

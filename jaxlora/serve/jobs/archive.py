@@ -74,7 +74,8 @@ def _zip(files: dict[str, pathlib.Path]) -> Iterator[bytes]:
     # What has no `seek` is written from the beginning to the end.
     with zipfile.ZipFile(made, "w") as archive:
         for name, path in files.items():
-            with archive.open(name, "w", force_zip64=True) as out:
+            info = zipfile.ZipInfo.from_file(path, name)
+            with archive.open(info, "w", force_zip64=True) as out:
                 for chunk in _chunks(path):
                     out.write(chunk)
                     yield made.take()
@@ -104,7 +105,7 @@ class _Written:
 def _tar(files: dict[str, pathlib.Path]) -> Iterator[bytes]:
     for name, path in files.items():
         header = tarfile.TarInfo(name)
-        header.size = path.stat().st_size
+        header.size, header.mtime = path.stat().st_size, path.stat().st_mtime
         yield header.tobuf(tarfile.PAX_FORMAT)
         yield from _chunks(path)
         yield bytes(-header.size % tarfile.BLOCKSIZE)

@@ -257,6 +257,8 @@ class Driver:
             if state.lacks_references:
                 await self._refer()
         self._keep()
+        for name in ("start", "copied", "reference"):  # the hub has copies of its own
+            self._around.storage.delete(job.file(name))
 
     def _write_adapter(self, name: str, adapter: Callable[[], Adapter]) -> None:
         """Writes an adapter into the storage, unless it is there already."""
@@ -477,8 +479,7 @@ class Driver:
             await self._export()
         await self._do(Unload())
         self._keep(is_last=True)
-        for name in ("start", "copied", "reference", "references"):
-            self._around.storage.delete(job.file(name))
+        self._around.storage.delete(job.file("references"))
 
 
 class _Numbers:

@@ -64,14 +64,15 @@ class Jobs:
             hub: Runs the operations of jobs.
             storage: Has uploads and adapters.
             database: Has the jobs and their metrics.
-            registry: Has the entries of uploads.
+            registry: Has the entries of uploads, and the bytes of adapters.
             limits: Limits and quotas; its settings say how many jobs run at once, and
                 which data sets tenants share.
         """
         config = limits.config
         self.data = TenantData(storage, registry, limits, config.datasets)
         self._hub, self._storage, self._limits = hub, storage, limits
-        self._num_places = config.running_jobs or config.session.slots
+        self._registry = registry
+        self._num_places = config.running_jobs or config.session.num_slots
         self._table = JobTable(database)
         self._jobs: dict[tuple[str, str], Job] = {}
         self._drivers: dict[str, Driver] = {}
@@ -198,8 +199,17 @@ class Jobs:
             self._drivers.pop(job.id, None)
         if job.progress.is_over:
             self._fail_copies(job)
+            self._count_bytes(job)
         self._changed[job.id] = job
         self._fill_places()
+
+    def _count_bytes(self, job: Job) -> None:
+        """Counts the bytes of a job's adapter among those of its tenant."""
+        if job.adapter is None:
+            return
+        num_bytes = self._storage.size(job.adapter)
+        with contextlib.suppress(Taken):  # it has ended before a crash, too
+            self._registry.add("job", job.tenant, job.id, num_bytes=num_bytes)
 
     async def _has_run(self, job: Job) -> bool:
         """Runs a job; returns False if it has to go on later."""
@@ -378,6 +388,7 @@ class Jobs:
         if settings.clone_of is not None:
             raise ConfigError("clone_of is not set by hand here: clone the other job.")
         self._check_new(tenant, settings.name)
+        self._limits.check_storage(tenant)
         job, prepared = await self._made(tenant, settings)
         self._check_new(tenant, settings.name)  # another may have come meanwhile
         self._jobs[job.key] = job
@@ -527,11 +538,13 @@ class Jobs:
         if not job.progress.is_over:
             raise ConfigError(f"job {name!r} has not ended. Stop it first.")
         self._check_unused(tenant, name, "init_from")
+        with contextlib.suppress(NotFound):  # it has no adapter
+            self._registry.delete(tenant, "job", job.id)
         self._table.delete(job)
         self._changed.pop(job.id, None)
         self._lines = [line for line in self._lines if line[0] is not job]
         del self._jobs[job.key]
-        for file in (job.adapter, *map(job.file, ("start", "copied"))):
+        for file in (job.adapter, job.file("copied"), job.file("references")):
             if file is not None:
                 self._storage.delete(file)
 

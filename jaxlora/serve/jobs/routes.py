@@ -9,7 +9,6 @@ import json
 from collections.abc import AsyncIterator, Coroutine
 from typing import Annotated, Any, Literal
 
-import pydantic
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
@@ -29,17 +28,7 @@ Trainer = Annotated[Principal, Depends(allowed("train"))]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
 
-
-class Reason(pydantic.BaseModel):
-    """Why a job is stopped or paused.
-
-    Attributes:
-        reason: Is shown with the job's status.
-    """
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    reason: Annotated[str, pydantic.Field(max_length=200)] = ""
+_MOST_CHARACTERS = 200  # of a reason
 
 
 def router(server: Server) -> APIRouter:
@@ -75,6 +64,22 @@ async def _settings(request: Request) -> LoraJob:
         ConfigError: They are none. The message lists all problems.
     """
     return settings_to_add(await _json(request))
+
+
+async def _reason(request: Request) -> str:
+    """Reads why a job is stopped or paused, which may be left out.
+
+    Raises:
+        ConfigError: The body has another key, or the reason is no short text.
+    """
+    values = await _json(request)
+    reason = values.pop("reason", "")
+    if values or not isinstance(reason, str) or len(reason) > _MOST_CHARACTERS:
+        raise ConfigError(
+            "the body may have a reason, a text of at most "
+            f"{_MOST_CHARACTERS} characters, and nothing else."
+        )
+    return reason
 
 
 async def _json(request: Request) -> dict[str, Any]:
@@ -163,15 +168,15 @@ def _add_jobs(made: APIRouter, jobs: Jobs) -> None:
 
 def _add_requests(made: APIRouter, jobs: Jobs) -> None:
     @made.post("/jobs/{name}/stop")
-    async def stop(name: str, user: Trainer, why: Reason | None = None) -> Any:
+    async def stop(name: str, request: Request, user: Trainer) -> Any:
         """Ends a job after its current batch; it is evaluated and exported."""
-        reason = why.reason if why else ""
+        reason = await _reason(request)
         return await _run(jobs, jobs.stop_job(user.tenant, name, reason))
 
     @made.post("/jobs/{name}/pause")
-    async def pause(name: str, user: Trainer, why: Reason | None = None) -> Any:
+    async def pause(name: str, request: Request, user: Trainer) -> Any:
         """Pauses a job after its current batch."""
-        reason = why.reason if why else ""
+        reason = await _reason(request)
         return await _run(jobs, jobs.pause_job(user.tenant, name, reason))
 
     @made.post("/jobs/{name}/resume")

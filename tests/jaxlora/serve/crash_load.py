@@ -1,19 +1,21 @@
-"""A process with a hub and clients of it, which tests kill at any moment.
+"""Processes with a hub and clients of it, which tests kill at any moment.
 
-It reads one line of JSON from its standard input: the request ids that earlier
-processes were told, by operation. It writes lines: `ready`; `accepted KEY ID` as soon
-as a client may know that an operation is accepted; `outcome KEY TEXT`; `end`. An
-operation that was accepted is not sent again by the clients, except for some, whose
-ids must be the same.
+Each is a fork of one that has imported everything, and reads a line of JSON for each:
+the arguments of `live`. A fork writes lines into a file: `ready`; `accepted KEY ID` as
+soon as a client may know that an operation is accepted; `outcome KEY TEXT`; `end`. An
+operation that was accepted is not sent again by the clients, except for some, whose ids
+must be the same.
 """
 
 import functools
 import hashlib
 import json
 import logging
+import os
 import pathlib
 import sys
 import threading
+import traceback
 
 import numpy as np
 import sqlalchemy as sa
@@ -139,8 +141,7 @@ class Clients:
 
     def say(self, *words: str) -> None:
         with self._lock:
-            sys.stdout.write(" ".join(words) + "\n")
-            sys.stdout.flush()
+            os.write(1, (" ".join(words) + "\n").encode())
 
     def run(self, model: str) -> None:
         rng, outstanding = np.random.default_rng(), []
@@ -172,12 +173,26 @@ class Clients:
         self.say("outcome", key, json.dumps(text))
 
 
-def main(folder: str, model: str, num_steps: str) -> None:
+def live(
+    folder: str, model: str, num_steps: int, known: dict[str, str], output: str
+) -> None:
+    """Runs the load in this process.
+
+    Args:
+        folder: Folder of the hub.
+        model: Folder of the base model.
+        num_steps: Steps of each model.
+        known: The request ids that earlier processes were told, by operation.
+        output: The file that the lines go to; another one gets errors.
+    """
+    for number, suffix in {1: "", 2: ".errors"}.items():
+        handle = os.open(output + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, number)
     logging.basicConfig(level=logging.WARNING)
-    known = json.loads(sys.stdin.readline())
     keep_the_log()
     hub = open_hub(pathlib.Path(folder), model, snapshot_steps=3, snapshot_seconds=0.3)
-    clients = Clients(hub, known, int(num_steps))
+    hub.engine.prepare(is_training=True)  # a process that ends before tells nothing
+    clients = Clients(hub, known, num_steps)
     clients.say("ready")
     hub.start()
     threads = [threading.Thread(target=clients.run, args=(m,)) for m in MODELS]
@@ -189,5 +204,18 @@ def main(folder: str, model: str, num_steps: str) -> None:
     clients.say("end")
 
 
+def main() -> None:
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            try:
+                live(**json.loads(line))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -21,11 +21,13 @@ from fastapi.testclient import TestClient
 
 from jaxlora.cli.main import main
 from jaxlora.config.serve_config import ServeConfig
+from jaxlora.config.session_config import AdamParams
 from jaxlora.errors import DeviceError
 from jaxlora.hf.load import load_model
-from jaxlora.serve.app import delete_expired, make_app, make_server
+from jaxlora.serve.app import delete_expired, make_app, make_server, park_lapsed
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
+from jaxlora.serve.operation import Create, Done, Step
 from jaxlora.serve.server import Server
 from tests import tiny
 from tests.jaxlora.session.conftest import SETTINGS
@@ -268,6 +270,26 @@ def test_what_is_over_is_deleted_with_its_files(model, tmp_path):
     assert [entry.id for entry in server.registry.list(None, "checkpoint")] == ["there"]
     assert server.storage.list("alice") == {"alice/m/weights/there": 1}
     server.database.close()
+
+
+def test_models_of_a_client_that_is_gone_leave_their_slots(model, tmp_path):
+    """And no others; they are still there."""
+    server, app = make(model, tmp_path, retention={"heartbeat_seconds": 0.001})
+    create = Create(rank=4, lora_alpha=32.0, target_modules=None, seed=0)
+    parked = []
+    park = server.hub.engine.park
+    server.hub.engine.park = lambda one: (park(one), parked.append(one.name))
+    with TestClient(app, base_url="http://localhost"):
+        for session in ("gone", "there"):
+            server.registry.add("session", "local", session)
+            id = server.registry.add("model", "local", f"{session}:1", parent=session)
+            server.hub.submit("local", id, 1, create).outcome.result(timeout=60)
+        time.sleep(0.002)
+        server.registry.update("local", "session", "there", touched_at=time.time() + 9)
+        park_lapsed(server)
+        step = Step(params=AdamParams(learning_rate=1e-3))
+        done = server.hub.submit("local", "gone:1", 2, step).outcome.result(timeout=60)
+    assert parked == ["gone:1"] and isinstance(done, Done)
 
 
 def test_keys_on_the_command_line(tmp_path, capsys):

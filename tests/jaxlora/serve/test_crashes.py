@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import time
 
 import numpy as np
 import pytest
@@ -22,75 +22,75 @@ from tests.jaxlora.serve import crash_load
 ROOT = pathlib.Path(__file__).parents[3]
 
 
-class Life:
-    """A process with the load of `crash_load`.
+class Processes:
+    """Makes processes with the load of `crash_load`, one after the other."""
 
-    Attributes:
-        lines: What it has written.
-    """
-
-    def __init__(self, folder, model, num_steps, known):
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.jaxlora.serve.crash_load"),
-                *(str(folder), str(model), str(num_steps)),
-            ],
+    def __init__(self):
+        self._parent = subprocess.Popen(
+            [sys.executable, "-m", "tests.jaxlora.serve.crash_load"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             cwd=ROOT,
             # No function is changed there, so whole programs may be kept.
             env=os.environ | {"PYTHONPATH": str(ROOT), "JAXLORA_KEEP_PROGRAMS": "1"},
             text=True,
         )
-        self.process.stdin.write(json.dumps(known) + "\n")
-        self.process.stdin.flush()
-        self.lines, self.errors = [], []
-        self.is_ready = threading.Event()
-        self.threads = [
-            threading.Thread(target=self._read),
-            threading.Thread(target=lambda: self.errors.extend(self.process.stderr)),
-        ]
-        for thread in self.threads:
-            thread.start()
 
-    def _read(self):
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n").split(" ", 2))
-            if line == "ready\n":
-                self.is_ready.set()
-        self.is_ready.set()
+    def close(self) -> None:
+        self._parent.stdin.close()
+        self._parent.wait()
+        self._parent.stdout.close()
 
-    def end(self, seconds: float | None) -> bool:
-        """Kills the process so long after it is ready; returns whether it was done."""
-        self.is_ready.wait()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-        for thread in self.threads:
-            thread.join()
-        for pipe in self.process.stdin, self.process.stdout, self.process.stderr:
-            pipe.close()
-        text = "".join(self.errors)
-        assert self.process.returncode in (0, -signal.SIGKILL), text
-        assert "Traceback" not in text, text
-        assert "other bits" not in text, text
-        return self.process.returncode == 0
+    def live(self, output, limit: float | None, after: str, **given) -> bool:
+        """Runs a process, and kills it some time after it has written a word.
+
+        Args:
+            output: The file that it writes.
+            limit: The seconds; None: it is not killed.
+            after: The word.
+            **given: Other arguments of `crash_load.live`.
+
+        Returns:
+            Whether it came to its end.
+        """
+        self._parent.stdin.write(json.dumps(given | {"output": str(output)}) + "\n")
+        self._parent.stdin.flush()
+        pid = int(self._parent.stdout.readline())
+        errors = output.with_name(f"{output.name}.errors")
+        if limit is not None:
+            while not (output.exists() and after in output.read_text()):
+                time.sleep(0.002)
+                assert not (errors.exists() and errors.read_text()), errors.read_text()
+            time.sleep(limit)
+            # The parent has not waited for it, so the number is still its own.
+            os.kill(pid, signal.SIGKILL)
+        code = int(self._parent.stdout.readline())
+        assert code in (0, -signal.SIGKILL), errors.read_text()
+        assert not errors.read_text(), errors.read_text()
+        return code == 0
 
 
-def live_through(folder, model, num_steps: int, seconds: list[float]) -> dict:
+def live_through(processes, folder, model, num_steps: int, kills: list) -> dict:
     """Runs the load in processes that are killed, and in one that is not.
+
+    Args:
+        processes: Makes them.
+        folder: Folder of the hub.
+        model: The base model.
+        num_steps: Steps of the load.
+        kills: When each process is killed: seconds after it has written a word.
 
     Returns:
         What became of each operation.
     """
-    known, outcomes, num_kills = {}, {}, 0
-    for limit in [*seconds, None]:
-        life = Life(folder, model, num_steps, known)
-        is_done = life.end(limit)
-        for word, *rest in life.lines:
+    known, outcomes = {}, {}
+    folder.mkdir()
+    for number, (limit, after) in enumerate([*kills, (None, "ready")], 1):
+        given = {"folder": str(folder), "model": str(model), "num_steps": num_steps}
+        output = folder.with_name(f"{folder.name}-{number}.txt")
+        is_done = processes.live(output, limit, after, known=known, **given)
+        for line in output.read_text().splitlines():
+            word, *rest = line.split(" ", 2)
             if word == "accepted":
                 key, request_id = rest
                 assert known.setdefault(key, request_id) == request_id
@@ -100,8 +100,7 @@ def live_through(folder, model, num_steps: int, seconds: list[float]) -> dict:
                 assert outcomes.setdefault(key, found) == found, key
         if is_done:
             break
-        num_kills += 1
-    print(f"{num_kills} kills")
+        print(f"{number} kills, {len(outcomes)} outcomes", flush=True)
     return outcomes
 
 
@@ -172,17 +171,28 @@ def model(tmp_path_factory):
     return tiny.write_model(tmp_path_factory.mktemp("crashes") / "model")
 
 
-def test_a_few_kills(tmp_path, model):
-    outcomes = live_through(tmp_path / "killed", model, 7, [0.4, 0.3])
+@pytest.fixture(scope="module")
+def processes():
+    made = Processes()
+    yield made
+    made.close()
+
+
+def test_a_few_kills(tmp_path, model, processes):
+    kills = [(0.2, "outcome"), (0.1, "ready")]
+    outcomes = live_through(processes, tmp_path / "killed", model, 7, kills)
     check(outcomes, 7)
     assert_replayed_bits_are_equal(tmp_path / "killed", model, 7)
 
 
 @pytest.mark.grid
-def test_two_hundred_kills(tmp_path, model):
+def test_two_hundred_kills(tmp_path, model, processes):
     rng, killed, whole = random.Random(0), tmp_path / "killed", tmp_path / "whole"
-    limits = [rng.expovariate(1 / 0.7) for _ in range(200)]
-    check(live_through(killed, model, 400, limits), 400)
+    kills = [
+        (rng.expovariate(1 / 0.4), rng.choice(["ready", "outcome", "outcome"]))
+        for _ in range(200)
+    ]
+    check(live_through(processes, killed, model, 400, kills), 400)
     assert_replayed_bits_are_equal(killed, model, 400)
-    check(live_through(whole, model, 400, []), 400)
+    check(live_through(processes, whole, model, 400, []), 400)
     assert_states_are_close(killed, whole)

@@ -1,16 +1,33 @@
 """The hub runs the operations of models in their order, and keeps its promises."""
 
+import pathlib
+import time
+
+import jax
 import numpy as np
 import pytest
+import sqlalchemy as sa
 
 from jaxlora.config.session_config import AdamParams, SessionConfig
+from jaxlora.errors import ConfigError, StorageError
 from jaxlora.hf.load import load_model
 from jaxlora.serve.database import Database
-from jaxlora.serve.hub import Hub
-from jaxlora.serve.operation import Create, Done, Failed, Pass, Save, Step
+from jaxlora.serve.hub import Hub, HubSettings, SeqConflict, Unavailable
+from jaxlora.serve.operation import (
+    Create,
+    Done,
+    Failed,
+    Load,
+    Pass,
+    Save,
+    Step,
+    Unload,
+    encode_outcome,
+)
 from jaxlora.serve.storage import Storage
-from jaxlora.session.datum import ChosenLoss
+from jaxlora.session.datum import ChosenLoss, Datum
 from jaxlora.session.engine import Engine
+from jaxlora.session.operations import begin_state_file
 from tests import tiny
 from tests.jaxlora.session.conftest import SETTINGS
 from tests.jaxlora.session.test_losses import datums
@@ -26,17 +43,65 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture
-def hub(tiny_model, tmp_path):
-    engine = Engine(tiny_model, SessionConfig(**SETTINGS))
-    database = Database(f"sqlite:///{tmp_path}/jaxlora.db")
-    hub = Hub(engine, Storage(tmp_path / "storage"), database)
-    hub.start()
-    yield hub
+def open_hub(tiny_model, tmp_path):
+    """Opens hubs of one folder, one after the other."""
+    opened = []
+
+    def open(*, starts: bool = True, clock=time.monotonic, **settings) -> Hub:
+        database = Database(f"sqlite:///{tmp_path}/jaxlora.db")
+        engine = Engine(tiny_model, SessionConfig(**SETTINGS))
+        storage = Storage(tmp_path / "storage")
+        hub = Hub(engine, storage, database, HubSettings(**settings), clock=clock)
+        opened.append(hub)
+        if starts:
+            hub.start()
+        return hub
+
+    yield open
+    for hub in opened:
+        hub.stop()
+        hub._ledger._database.close()
+
+
+@pytest.fixture
+def hub(open_hub):
+    return open_hub()
+
+
+def crash(hub: Hub) -> None:
+    """Ends a hub as a crash does: it settles nothing and writes no snapshot."""
+    hub._end = lambda: None
     hub.stop()
 
 
-def training_pass() -> Pass:
-    data = tuple(datums(np.random.default_rng(0)))
+def wait_for(is_so) -> None:
+    """Waits until something is so; another thread makes it so."""
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def run(hub: Hub, *operations, model: str = "m", first: int = 1) -> list:
+    """Runs operations; returns their outcomes."""
+    promises = [
+        hub.submit("t", model, number, one)
+        for number, one in enumerate(operations, first)
+    ]
+    return [promise.outcome.result(timeout=60) for promise in promises]
+
+
+def state(hub: Hub, model: str = "m") -> bytes:
+    """The whole state of a model, whose operations are done, as a file has it."""
+    path = pathlib.Path(hub._storage._place._root) / "state"
+    begin_state_file(hub.engine, hub._models[model].adapter)(path)
+    found = path.read_bytes()
+    path.unlink()
+    return found
+
+
+def training_pass(seed: int = 0) -> Pass:
+    data = tuple(datums(np.random.default_rng(seed)))
     return Pass(data=data, loss=CROSS_ENTROPY, is_training=True)
 
 
@@ -63,3 +128,321 @@ def test_a_failed_operation_does_not_hold_those_after_it(hub):
     assert isinstance(failed, Failed) and "there already" in failed.message
     step = hub.submit("t", "m", 4, STEP).outcome.result(timeout=60)
     assert isinstance(step, Done)
+
+
+ROUND = [training_pass(), training_pass(1), STEP]
+
+
+@pytest.mark.parametrize("steps_of_a_snapshot", [1, 1000])
+def test_a_crash_changes_nothing(open_hub, tmp_path, steps_of_a_snapshot):
+    """Results, bits and promises are those of a hub that has not crashed."""
+    forward = Pass(data=training_pass().data, loss=CROSS_ENTROPY, is_training=False)
+    given = [CREATE, *ROUND, forward, *ROUND, training_pass(2)]
+    hub = open_hub(snapshot_steps=steps_of_a_snapshot)
+    promises = [hub.submit("t", "m", i, one) for i, one in enumerate(given, 1)]
+    outcomes = [promise.outcome.result(timeout=60) for promise in promises]
+    if steps_of_a_snapshot == 1:
+        wait_for(lambda: hub._ledger.read().models)
+    crash(hub)
+    again = open_hub(snapshot_steps=1000, starts=False)
+    pieces = again._ledger.read().pieces
+    again.start()
+    for promise, outcome in zip(promises, outcomes, strict=True):
+        found = again.promise("t", promise.request_id)
+        assert encode_outcome(found.outcome.result()) == encode_outcome(outcome)
+        assert again.promise("other", promise.request_id) is None
+    assert again.submit("t", "m", 4, STEP).request_id == promises[3].request_id
+    with pytest.raises(SeqConflict, match="seq_id=4 of model m belongs to another"):
+        again.submit("t", "m", 4, training_pass())
+    (after,) = run(again, STEP, first=len(given) + 1)
+    assert after.result.step == 3
+    assert again.status().replayed_microbatches == sum(one.rows > 0 for one in pieces)
+    assert (pieces[0].number > 0) == (steps_of_a_snapshot == 1)
+    crash(again)
+    third = open_hub(snapshot_steps=1000)
+    assert [one.result.step for one in run(third, *ROUND, first=11)[2:]] == [4]
+
+
+def test_an_orderly_end_leaves_nothing_to_replay(open_hub):
+    hub = open_hub()
+    run(hub, CREATE, *ROUND)
+    wanted = state(hub)
+    hub.stop()
+    again = open_hub()
+    (step,) = run(again, STEP, first=5)
+    assert step.result.step == 2
+    assert again.status().replayed_microbatches == 0
+    crash(again)
+    third = open_hub(starts=False)
+    third.start()
+    run(third, Save(checkpoint="t/m/one", kind="state"), first=6)
+    assert third.status().steps == 1  # the one that was replayed
+    assert state(third) != wanted
+
+
+def test_what_was_accepted_and_not_done_is_done_after_the_crash(open_hub):
+    hub = open_hub(starts=False)  # nothing runs
+    given = [CREATE, *ROUND]
+    promises = [hub.submit("t", "m", i, one) for i, one in enumerate(given, 1)]
+    for promise in promises:
+        promise.accepted.result(timeout=60)
+    hub.stop()
+    again = open_hub()
+    found = [again.promise("t", one.request_id) for one in promises]
+    assert found[3].outcome.result(timeout=60).result.step == 1
+
+
+def test_a_second_server_does_not_start(open_hub):
+    hub = open_hub()
+    with pytest.raises(ConfigError, match="another server uses the database"):
+        open_hub()
+    hub.stop()
+    open_hub()
+
+
+def test_a_server_that_lost_the_database_acknowledges_nothing(open_hub):
+    hub = open_hub()
+    with hub._ledger._database.writing() as connection:
+        connection.execute(sa.text("update hub_owner set token = 'another'"))
+    late = hub.submit("t", "m", 1, CREATE)
+    with pytest.raises(ConfigError, match="another server has taken the database"):
+        late.accepted.result(timeout=60)
+    assert hub.status().health == "failed" and not hub.status().is_healthy
+    assert hub.waiting("t").state == "paused_capacity"
+    with pytest.raises(Unavailable, match="the server is failed"):
+        hub.submit("t", "m", 2, STEP)
+    assert not late.outcome.done()
+
+
+def test_a_full_disk_delays_and_drops_nothing(hub, monkeypatch):
+    run(hub, CREATE, training_pass())
+    commit = hub._ledger._commit
+
+    def fail(entries):
+        raise StorageError("database or disk is full")
+
+    monkeypatch.setattr(hub._ledger, "_commit", fail)
+    late = hub.submit("t", "m", 3, STEP)
+    wait_for(lambda: hub.status().health == "paused")
+    assert hub.waiting("t").state == "paused_capacity"
+    assert "disk is full" in hub.status().reason
+    assert hub.submit("t", "m", 3, STEP) is late  # a retry
+    with pytest.raises(Unavailable, match="disk is full"):
+        hub.submit("t", "m", 4, training_pass())
+    assert not late.accepted.done() and not late.outcome.done()
+    monkeypatch.setattr(hub._ledger, "_commit", commit)
+    assert late.outcome.result(timeout=60).result.step == 1
+    assert late.accepted.done()
+    assert hub.status().health == "running" and hub.waiting("t").state == "active"
+
+
+class Clock:
+    """A clock that stands still until it is set forward."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_model_with_a_gap_fails(open_hub):
+    clock = Clock()
+    hub = open_hub(clock=clock)
+    run(hub, CREATE)
+    late = hub.submit("t", "m", 3, STEP)
+    other = hub.submit("t", "other", 1, CREATE)
+    other.outcome.result(timeout=60)
+    for clock.now in (2.0, 599.0, 605.0):
+        assert not late.outcome.done()
+        wait_for(lambda: hub._next_tick > clock.now)
+    failed = late.outcome.result(timeout=60)
+    assert failed.category == "user" and "operation 2 of model m" in failed.message
+    for number in (2, 4):
+        found = hub.submit("t", "m", number, STEP).outcome.result(timeout=60)
+        assert found == failed
+    crash(hub)
+    again = open_hub()
+    assert again.submit("t", "m", 4, STEP).outcome.result(timeout=60) == failed
+    assert again.submit("t", "m", 5, STEP).outcome.result(timeout=60) == failed
+    (found,) = run(again, STEP, model="other", first=2)
+    assert isinstance(found, Done)
+
+
+def test_outcomes_are_forgotten_after_their_time(open_hub):
+    clock = Clock()
+    hub = open_hub(clock=clock, keep_seconds=-10.0, snapshot_steps=1)
+    promise = hub.submit("t", "m", 1, CREATE)
+    run(hub, *ROUND, first=2)
+    wait_for(lambda: hub._ledger.read().models)
+    clock.now = 100.0
+    wait_for(lambda: ("m", 1) not in hub._by_number)
+    hub._ledger.flush()
+    assert hub.promise("t", promise.request_id) is None
+    with pytest.raises(ConfigError, match="seq_id=1 of model m ended long ago"):
+        hub.submit("t", "m", 1, CREATE)
+    (step,) = run(hub, STEP, first=5)
+    assert step.result.step == 2
+
+
+def test_an_unloaded_model_leaves_nothing(open_hub, tmp_path):
+    hub = open_hub(snapshot_steps=1)
+    outcomes = run(hub, CREATE, *ROUND, Unload(), STEP)
+    assert [type(one) for one in outcomes] == [*[Done] * 5, Failed]
+    assert hub.status().models == ()
+    run(hub, CREATE, model="other")
+    crash(hub)
+    again = open_hub(starts=False)
+    assert again._ledger.read().pieces == ()
+    again.start()
+    run(again, STEP, model="other", first=2)
+    assert [one.id for one in again.status().models] == ["other"]
+    (failed,) = run(again, STEP, first=7)
+    assert "was unloaded" in failed.message
+    files = (tmp_path / "storage" / "t" / "m").rglob("*")
+    assert not [path for path in files if path.is_file()]
+
+
+def test_a_load_outlives_its_checkpoint(open_hub):
+    """Also one that fails: the model stays as it was."""
+    hub = open_hub()
+    save = Save(checkpoint="t/m/one", kind="state")
+    run(hub, CREATE, *ROUND, save)
+    load = Load(checkpoint="t/m/one", with_optimizer=True)
+    loaded, step = run(hub, load, STEP, model="n")
+    fresh = Load(checkpoint="t/m/one", with_optimizer=False)
+    again, first = run(hub, fresh, STEP, model="n", first=3)
+    assert [type(one) for one in (loaded, again)] == [Done, Done]
+    assert (step.result.step, first.result.step) == (2, 1)
+    hub._storage.delete("t/m/one")
+    missing, second = run(hub, load, STEP, model="n", first=5)
+    assert "there is no t/m/one" in missing.message and second.result.step == 2
+    wanted = state(hub, "n")
+    crash(hub)
+    hub = open_hub()
+    run(hub, Save(checkpoint="t/m/two", kind="state"), model="n", first=7)
+    assert state(hub, "n") == wanted
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_a_crash_after_a_checkpoint_was_written(open_hub, is_mine):
+    """It is the operation's own if that had begun to write it."""
+    hub = open_hub()
+    save = Save(checkpoint="t/m/one", kind="state")
+    promise = hub.submit("t", "m", 2, save)
+    promise.accepted.result(timeout=60)
+    with hub._storage.writing("t/m/one") as path:
+        path.write_bytes(b"")
+    if is_mine:
+        hub._ledger.begin("m", 2)
+    crash(hub)
+    outcomes = run(open_hub(), CREATE, save)
+    assert isinstance(outcomes[1], Done if is_mine else Failed)
+
+
+def fails(monkeypatch, *, token: int | None = None, times: int) -> list:
+    """Makes microbatches fail that have a token, or all; returns the errors."""
+    queue, errors = Engine._queue_microbatch, []
+
+    def fail(engine, run, microbatch, places, batches, rows):
+        every = [call.samples[number].token_ids for _, call, number in places]
+        queue(engine, run, microbatch, places, batches, rows)
+        if len(errors) < times and (token is None or token in np.concatenate(every)):
+            errors.append(len(places))
+            raise jax.errors.JaxRuntimeError("INTERNAL: it is broken")
+
+    monkeypatch.setattr(Engine, "_queue_microbatch", fail)
+    return errors
+
+
+def test_an_error_of_the_engine_changes_nothing(open_hub, monkeypatch):
+    hub = open_hub(snapshot_steps=1)
+    given = [CREATE, *ROUND, *ROUND, training_pass(2)]
+    wanted = run(hub, *given)
+    bits = state(hub)
+    errors = fails(monkeypatch, times=1)
+    assert isinstance(run(hub, training_pass(3), first=9)[0], Done)
+    assert len(errors) == 1 and hub.status().restarts == 1
+    again = run(hub, *given, model="n")
+    assert list(map(encode_outcome, again)) == list(map(encode_outcome, wanted))
+    assert state(hub, "n")[-1000:] == bits[-1000:]
+    assert hub.status().health == "running"
+
+
+def test_an_operation_that_breaks_the_engine_fails_alone(open_hub, monkeypatch):
+    """Others in its microbatches are done, also those of its model."""
+    bad = Datum(tokens=[7, 251], target_tokens=[1, 2])
+    errors = fails(monkeypatch, token=251, times=9)
+    hub = open_hub()
+    culprit = Pass(
+        data=(*training_pass().data, bad), loss=CROSS_ENTROPY, is_training=True
+    )
+    given = [CREATE, training_pass(), culprit, STEP, training_pass(1), STEP]
+    other = [CREATE, *ROUND, *ROUND]
+    promises = [
+        hub.submit("t", name, number, one)
+        for number in range(1, 8)
+        for name, own in {"m": given, "n": other}.items()
+        for one in own[number - 1 : number]
+    ]
+    outcomes = {(p.model, p.seq_id): p.outcome.result(timeout=120) for p in promises}
+    failed = [key for key, one in outcomes.items() if isinstance(one, Failed)]
+    assert failed == [("m", 3)]
+    assert outcomes["m", 3].category == "server"
+    assert "failed on this operation" in outcomes["m", 3].message
+    assert outcomes["m", 6].result.step == outcomes["n", 7].result.step == 2
+    assert len(errors) == 3 and errors[-1] == 1
+    alone = [one for i, one in enumerate(given) if i != 2]
+    wanted = run(hub, *alone, model="k")
+    np.testing.assert_allclose(
+        outcomes["m", 4].result.grad_norm, wanted[2].result.grad_norm, rtol=1e-5
+    )
+
+
+def test_an_engine_that_cannot_be_made_anew_ends_the_hub(open_hub, monkeypatch):
+    """And the next process goes on."""
+    hub = open_hub()
+    run(hub, CREATE, training_pass())
+    with monkeypatch.context() as patch:
+        fails(patch, times=1)
+        patch.setattr(Engine, "anew", lambda engine: 1 / 0)
+        late = hub.submit("t", "m", 3, training_pass(1))
+        assert isinstance(hub.died.result(timeout=60), ZeroDivisionError)
+    assert hub.status().health == "failed" and not late.outcome.done()
+    with pytest.raises(Unavailable):
+        hub.submit("t", "m", 4, STEP)
+    hub.stop()
+    again = open_hub()
+    (step,) = run(again, STEP, first=4)
+    assert step.result.step == 1
+    assert isinstance(again.promise("t", late.request_id).outcome.result(), Done)
+
+
+def test_settings_that_cannot_replay_lose_nothing(open_hub, monkeypatch):
+    hub = open_hub()
+    run(hub, CREATE, *ROUND)
+    crash(hub)
+    with monkeypatch.context() as patch:
+        patch.setitem(SETTINGS, "rank", 2)
+        other = open_hub()
+        error = other.died.result(timeout=60)
+    assert "cannot be done again" in str(error) and "rank" in str(error)
+    other.stop()
+    (step,) = run(open_hub(), STEP, first=5)
+    assert step.result.step == 2
+
+
+def test_numbers(hub):
+    run(hub, CREATE, *ROUND, STEP)
+    hub.submit("t", "m", 9, training_pass())  # behind a gap
+    hub.submit("u", "n", 1, CREATE).outcome.result(timeout=60)
+    found = hub.status()
+    assert (found.health, found.reason, found.is_healthy) == ("running", None, True)
+    one, other = found.models
+    assert (one.id, one.tenant, one.next_seq, one.steps) == ("m", "t", 6, 2)
+    assert (one.pending_datums, one.pending_tokens) == (2, 11)
+    assert one.loss_per_token is not None and one.tokens_per_second > 0
+    assert (other.tenant, other.steps, other.loss_per_token) == ("u", 0, None)
+    assert (found.tokens, found.queued_datums, found.queued_tokens) == (22, 2, 11)
+    assert found.microbatches in (1, 2) and found.steps == 2
+    assert 0 < found.fill <= 1 and found.microbatch_seconds > 0
+    assert (found.restarts, found.replayed_microbatches) == (0, 0)

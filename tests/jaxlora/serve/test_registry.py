@@ -110,6 +110,8 @@ def test_what_is_over_and_what_is_not_in_use(registry, clock):
     clock.now += 300
     registry.touch("bob", "session", "busy")
     assert [entry.id for entry in registry.expired("checkpoint")] == ["short"]
-    assert [entry.id for entry in registry.untouched("session", 300)] == ["quiet"]
+    assert [entry.id for entry in registry.lapsed("session", 300, 90)] == ["quiet"]
+    clock.now += 90
+    assert [entry.id for entry in registry.lapsed("session", 300, 90)] == []
     registry.update("alice", "checkpoint", "short", expires_at=None)
     assert registry.expired("checkpoint") == []

@@ -13,7 +13,7 @@ folder: here
 session: {slots: 8, rank: 32, microbatch_tokens: [1024, 8192]}
 quotas:
   default: {models: 4}
-  alice: {weight: 2, slots: 2}
+  alice: {weight: 2}
 """
 
 
@@ -28,7 +28,7 @@ def test_settings_come_from_the_file_and_the_command_line(path):
     config = load_serve(path, ["session.slots=16", "port=1234", "limits.datums=7"])
     assert (config.session.slots, config.session.rank, config.port) == (16, 32, 1234)
     assert config.limits.datums == 7 and config.limits.tokens > 7
-    assert config.quota("alice") == Quota(weight=2.0, slots=2)
+    assert config.quota("alice") == Quota(weight=2.0)
     assert config.quota("bob") == Quota(models=4)
     assert config.database_url.endswith("/here/serve.db")
     assert config.storage_url.endswith("/here/files")
@@ -44,7 +44,7 @@ def test_settings_come_from_the_file_and_the_command_line(path):
         (["port=0"], "port=0: must be greater than or equal to 1"),
         (["keys=maybe"], "expected true or false"),
         (["train_unembed=never"], "'refuse' or 'ignore'"),
-        (["quotas.alice.slots=9"], "alice.slots=9 is more than session.slots=8"),
+        (["quotas.alice.wieght=9"], "Did you mean 'weight'?"),
         (["quotas.al.weight=0"], "must be greater than 0"),
         (["session.microbatch_tokens=100"], "no multiple of block_tokens=64"),
         (["host"], "give settings as KEY=VALUE."),

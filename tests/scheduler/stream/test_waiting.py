@@ -199,6 +199,29 @@ def test_adapters_in_slots_go_first_among_equals():
     assert owners[0] == "b" and owners.count("a") == 3
 
 
+def test_adapters_that_are_in_no_slot_wait_no_longer():
+    """Beyond a little, so that tenants have equal shares also in a short time."""
+    number, num_slots = 32, 8
+    queue, rng = FairQueue(LIMITS, SIZES), np.random.default_rng(0)
+    clients = [Client(i, log_normal(rng)) for i in range(number)]
+    here = list(range(num_slots))  # the one that was used least recently is first
+    for client in clients:
+        client.send(queue)
+    for _ in range(2 * number):
+        for client in clients:
+            near = client.tenant in here
+            client.left = dataclasses.replace(client.left, is_near=near)
+        turn = queue.next([client.left for client in clients])
+        for owner in dict.fromkeys(s.owner for s in turn.microbatch):
+            here = [*(one for one in here if one != owner), owner][-num_slots:]
+            own = [s for s in turn.microbatch if s.owner == owner]
+            clients[owner].receive(queue, own)
+            if clients[owner].left is None:
+                clients[owner].send(queue)
+    shares = np.array([client.num_tokens for client in clients])
+    assert abs(shares / shares.mean() - 1).max() < 0.3
+
+
 @pytest.mark.parametrize(
     ("lengths", "rows"),
     [([512], 512), ([400, 90], 512), ([2800 // 8] * 8, 2048), ([2048], 2048)],
@@ -234,3 +257,12 @@ def test_a_tenant_that_comes_back_is_owed_little():
         turn = queue.next([batch("a", [2048] * 8), batch("b", [2048] * 8)])
         owners += [s.owner for s in turn.microbatch]
     assert owners.count("b") - owners.count("a") <= 4
+
+
+def test_a_tenant_has_no_more_owners_in_a_microbatch_than_it_may():
+    most = {"few": 1, "many": None}
+    queue = FairQueue(LIMITS, SIZES, most_owners_of=most.__getitem__)
+    tenants = ["few", "many"]
+    waiting = [batch(t, [64], owner=f"{t}{i}") for t in tenants for i in range(4)]
+    owners = [s.owner for s in queue.next(waiting).microbatch]
+    assert sorted(owners) == ["few0", "many0", "many1", "many2", "many3"]

@@ -29,6 +29,10 @@ def rows(tmp_path_factory):
 def client(serve_in, rows, tmp_path_factory):
     with serve_in(tmp_path_factory.mktemp("requests"), running_jobs=2) as client:
         client.upload(rows)
+        pairs = rows.with_name("pairs.jsonl")
+        pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+        tiny.write_jsonl(pairs, [pair] * 8)
+        client.upload(pairs)
         yield client
 
 
@@ -41,7 +45,8 @@ def test_uploads_are_listed_and_deleted(client, rows):
     made = client.upload(other)
     assert (made["name"], made["bytes"]) == ("other.csv", other.stat().st_size)
     found = client.ok("GET", "uploads")["uploads"]
-    assert [one["name"] for one in found] == ["other.csv", "rows.jsonl"]
+    names = [one["name"] for one in found]
+    assert names == ["other.csv", "pairs.jsonl", "rows.jsonl"]
     assert "already" in client.refused("PUT", "uploads/other.csv", content=b"x")
     client.ok("DELETE", "uploads/other.csv")
     client.refused("GET", "uploads/other.csv", 404)
@@ -97,6 +102,7 @@ def test_errors_name_uploads_and_not_files(client, rows, tmp_path):
         ({"data": {"path": "/etc/passwd"}}, "neither a file that you have uploaded"),
         ({"data": {"path": "rows.jsonl", "chat_template": "/etc/passwd"}}, "chatml"),
         ({"init_from": "/etc"}, "no job of yours that has an adapter"),
+        ({"objective": "reward", "data": {"path": "pairs.jsonl"}}, "a score head"),
         ({"continue_from": "/etc"}, "continue_from"),
         ({"clone_of": {"job": "a", "step": 1}}, "clone the other job"),
         ({"max_length": 512, "data": {"path": "long.jsonl"}}, "Lower max_length"),
@@ -131,8 +137,11 @@ def test_a_job_pauses_goes_on_and_stops(client):
     assert (ended["status"], ended["reason"]) == ("stopped", "enough")
     assert ended["has_adapter"] and ended["last_eval_step"] == ended["step"]
     assert "ended already" in client.refused("POST", "jobs/long/pause")
+    stored = client.app.state.server.registry.stored_bytes
+    before = stored("local")
     client.ok("DELETE", "jobs/long")
     client.refused("GET", "jobs/long", 404)
+    assert before > stored("local") > 0
 
 
 def test_a_copy_goes_on_where_its_parent_was(client):
@@ -252,4 +261,7 @@ def test_jobs_go_on_after_crashes(serve_in, rows, tmp_path_factory):
                 assert found == pytest.approx(values, rel=1e-4)
             paused = client.wait("two", lambda job: job["status"] == "paused")
             client.ok("POST", "jobs/two/stop")
-            assert client.wait("two")["step"] == paused["step"]
+            ended = client.wait("two")
+            assert (ended["status"], ended["step"]) == ("stopped", paused["step"])
+            steps = [line["step"] for line in client.metrics("two")]
+            assert steps == [*range(1, paused["step"] + 1)]

@@ -23,7 +23,7 @@ TYPES = st.sampled_from(["application/json", PROTOBUF, "", "text/plain"])
 
 @pytest.fixture(scope="module")
 def known(shared):
-    """Ids of what is there, and routes."""
+    """The id of a model, and routes."""
     model = shared.model()
     paths = shared.client.app.openapi()["paths"]
     routes = [
@@ -33,30 +33,44 @@ def known(shared):
         for method in methods
     ]
     assert len(routes) > 35
-    return [model, model.partition(":")[0], f"tinker://{model}/weights/one"], routes
+    return model, routes
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=5)
+IDS = st.sampled_from(["MODEL", "SESSION", "tinker://MODEL/weights/one"])
+
+
+VALUES = IDS | JUNK | st.integers(-1, 3) | st.fixed_dictionaries({"rank": JUNK})
+PARTS = st.tuples(*[IDS | st.sampled_from(["weights", "one", "0"]) | TEXT] * 3)
+BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6).map(json.dumps)
 
 
 @hypothesis.settings(deadline=None, max_examples=250)
-@hypothesis.given(data=st.data())
-def test_no_request_fails_the_server(shared, known, data):
-    ids, routes = known
-    method, path = data.draw(st.sampled_from(routes))
-    texts = st.sampled_from([*ids, "weights", "one", "0"]) | st.text(
-        st.characters(codec="utf-8"), max_size=5
-    )
-    while "{" in path:
+@hypothesis.given(
+    number=st.integers(0, 10**6),
+    parts=PARTS,
+    body=BODIES.map(str.encode) | st.binary(max_size=20) | st.just(b""),
+    kind=TYPES,
+)
+def test_no_request_fails_the_server(shared, known, number, parts, body, kind):
+    model, routes = known
+
+    def named(text: str) -> str:
+        text = text.replace("MODEL", model)
+        return text.replace("SESSION", model.partition(":")[0])
+
+    method, path = routes[number % len(routes)]
+    for part in parts:
         before, _, rest = path.partition("{")
-        part = urllib.parse.quote(data.draw(texts))
-        path = before + part + rest.partition("}")[2]
-    value = JUNK | texts | st.integers(-1, 3) | st.fixed_dictionaries({"rank": JUNK})
-    body = data.draw(st.dictionaries(st.sampled_from(FIELDS), value, max_size=6))
-    content = data.draw(
-        st.just(json.dumps(body).encode()) | st.binary(max_size=20) | st.just(b"")
-    )
+        if rest:
+            path = before + urllib.parse.quote(named(part)) + rest.partition("}")[2]
+    content = body
+    for text in ("MODEL", "SESSION"):
+        content = content.replace(text.encode(), named(text).encode())
     response = shared.client.request(
         *(method, path),
         content=content,
-        headers=shared.key | {"Content-Type": data.draw(TYPES)},
+        headers=shared.key | {"Content-Type": kind},
         follow_redirects=False,
     )
     assert response.status_code < 500, (method, path, content, response.text)
