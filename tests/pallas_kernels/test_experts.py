@@ -349,6 +349,31 @@ def test_adapters_that_share_experts_keep_their_values_and_bits(block_rows, kern
     assert_same_bits(own(problem, alone), own(problem, got))
 
 
+@pytest.mark.parametrize("block_rows", [64, 16])
+def test_copies_of_rows_come_with_s(block_rows):
+    """Padding of blocks of 64 is zero, and s tells of infinities in shared slots' B."""
+    problem = experts((0, 1, -1, 1, 0), num_experts=3, dtype=jnp.float16)
+    x, (one,), blocks = problem.x, problem.projections, problem.block_adapter
+    plan = route_rows(
+        problem.expert_ids, jnp.asarray(blocks), 3, 2, block_rows=block_rows
+    )
+    one = dataclasses.replace(one, b=one.b.at[2, 0, 0].set(jnp.inf))
+    with gathering_kernels():
+        rows, (s,) = expert_input(x, [one], plan, implementation="mosaic")
+    first = plan.slot.reshape(-1, 64 // block_rows)[:, 0]
+    is_live = np.repeat(first >= 0, 64)
+    wanted = np.asarray(gather_rows(x, plan))
+    np.testing.assert_array_equal(rows[is_live], wanted[is_live])
+    slot = np.repeat(plan.slot, block_rows)
+    is_bad = slot == 2 if block_rows == 16 else np.zeros(len(slot), bool)
+    assert np.isnan(s[is_bad]).all() and is_bad.any() == (block_rows == 16)
+    own = (slot >= 0) & ~is_bad
+    a = np.asarray(one.a.astype(x.dtype), np.float64)[slot[own]]
+    factor = np.asarray(one.scaling)[slot[own] % 2, None]
+    expected = factor * np.einsum("tk,tkr->tr", wanted[own].astype(np.float64), a)
+    assert relative_error(s[own, : a.shape[2]], expected) < 1e-3
+
+
 @pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight, Mxfp4Weight])
 def test_a_quantized_stack_has_the_bits_of_its_dequantized_weights(weight):
     problem = experts((0, 1), num_experts=3, features=(64, (64,)), w_transposed=True)
