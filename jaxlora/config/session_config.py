@@ -84,17 +84,21 @@ class SamplingConfig(StrictModel):
     Attributes:
         versions: Number of published versions that are on the device at the same time;
             others wait in files.
+        file_versions: Most versions that wait in files. Beyond it, those that were used
+            least recently end; they are opened again if they have files of their own.
         rows: Most sequences of a similar length that are generated together.
         cache_tokens: Tokens of all sequences that the caches of keys and values hold,
-            padding included, which bounds their memory. Further sequences wait.
+            padding included, which bounds their memory. Further sequences wait. `auto`
+            takes 65,536, or what there is memory for.
         part_tokens: Tokens of a prompt that run at once. A prompt's last part is padded
             to so many, and rows of the cache hold at least twice as many.
         share: Share of the time that sampling has while there is training, too.
     """
 
     versions: PositiveInt = 16
+    file_versions: PositiveInt = 1000
     rows: PositiveInt = 64
-    cache_tokens: PositiveInt = 65536
+    cache_tokens: PositiveInt | Literal["auto"] = "auto"
     part_tokens: PositiveInt = 256
     share: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.5
 

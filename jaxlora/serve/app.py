@@ -65,6 +65,19 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     folder = pathlib.Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     database = Database(config.database_url)
+    try:
+        return _make_parts(config, folder, database, model)
+    except BaseException:
+        database.close()
+        raise
+
+
+def _make_parts(
+    config: ServeConfig,
+    folder: pathlib.Path,
+    database: Database,
+    model: FrozenModel | None,
+) -> Server:
     storage = Storage(
         config.storage_url,
         options=config.storage_options,
@@ -83,7 +96,6 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         )
     check_one_device(model, "jaxlora serve")
     registry = Registry(database)
-    limits = Limits(config, registry)
     versions = folder / "versions"  # what an earlier process has left is in no use
     shutil.rmtree(versions, ignore_errors=True)
     versions.mkdir(mode=0o700)
@@ -95,6 +107,7 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         slots_of=lambda tenant: config.quota(tenant).slots,
     )
     config = config.replace(session=engine.config)  # without `auto`
+    limits = Limits(config, registry)
     hub = Hub(
         *(engine, storage, database),
         HubSettings(
@@ -105,7 +118,6 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
         limits=limits,
         folder=versions,
     )
-    limits = Limits(config, registry)
     return Server(
         config=config,
         database=database,

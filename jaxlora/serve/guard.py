@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxlora.errors import DeviceError, JaxloraError, StorageError
 from jaxlora.problems import Problem, Source, format_problems
+from jaxlora.serve.hub import Unavailable
 from jaxlora.serve.keys import authenticate
 from jaxlora.serve.limits import OverQuota, OverStorage
 from jaxlora.serve.registry import NotFound, Taken
@@ -38,6 +39,7 @@ _STATUS: dict[type[BaseException], int] = {
     OverQuota: 429,
     OverStorage: 402,
     StorageError: 503,
+    Unavailable: 503,
     DeviceError: 503,
     JaxloraError: 400,
 }

@@ -17,8 +17,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    InvalidStateError,
+    ThreadPoolExecutor,
+    wait,
+)
 
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
@@ -621,7 +626,7 @@ class Hub:
                 self._engine.check_fits(model.id, adapter)
                 self._close(model)
                 model.adapter = self._engine.open(
-                    model.id, adapter, **self._owner(model)
+                    model.id, adapter, tenant=model.tenant
                 )
                 model.is_unloaded = False
             case Load() as load:
@@ -639,20 +644,41 @@ class Hub:
             case Refused() as refused:
                 raise ConfigError(refused.message)
             case Unload():
-                _opened(model)
+                self._opened(model)
                 self._unload(model, promise)
                 return
         self._finish(promise, Done())
 
-    def _owner(self, model: Model) -> dict[str, Any]:
-        """Returns what the engine is told about the tenant of a model."""
-        quota = None if self._limits is None else self._limits.quota(model.tenant)
-        weight = 1.0 if quota is None else quota.weight
-        return {"tenant": model.tenant, "weight": weight}
+    def _opened(self, model: Model) -> OpenAdapter:
+        """Returns the adapter of a model; opens its snapshot if a restart came before.
+
+        Raises:
+            ConfigError: The model has none.
+            CannotReplay: The snapshot cannot be opened.
+        """
+        if model.adapter is None and model.snapshot is not None:
+            try:
+                path = self._storage.fetch(model.snapshot)
+                model.adapter = open_saved(
+                    *(self._engine, model.id, path), tenant=model.tenant
+                )
+            except DeviceError:
+                raise
+            except JaxloraError as error:
+                raise CannotReplay(
+                    f"the snapshot of model {model.id} cannot be opened: {error} Start "
+                    "the server with the settings and files that it had."
+                ) from error
+        if model.adapter is None:
+            raise ConfigError(
+                f"model {model.id} has no adapter, as it could not be created, or was "
+                "unloaded. Create another."
+            )
+        return model.adapter
 
     def _call(self, model: Model, promise: Promise, given: Pass | Step) -> None:
         """Gives the engine a pass or a step, whose result finishes its promise."""
-        one = _opened(model)
+        one = self._opened(model)
 
         def finish(result: PassResult | StepResult) -> None:
             del model.running[promise.seq_id]
@@ -817,12 +843,12 @@ class Hub:
         """
 
         def copy() -> None:
-            published, one = self._samples.published, _opened(model)
+            published, one = self._samples.published, self._opened(model)
             published.publish(publish.sampler, one, promise.request_id)
             self._finish(promise, Done())
 
         if publish.checkpoint is None:
-            _opened(model)
+            self._opened(model)
             copy()
         else:
             save = Save(checkpoint=publish.checkpoint, kind="adapter")
@@ -845,7 +871,7 @@ class Hub:
             save: What to write.
             then: What this thread does at the end; None: it finishes the operation.
         """
-        one, key = _opened(model), save.checkpoint
+        one, key = self._opened(model), save.checkpoint
         begin = begin_state_file if save.kind == "state" else begin_folder
         write = begin(self._engine, one)
 
@@ -891,7 +917,7 @@ class Hub:
             f"{model.id} as loaded",
             path,
             with_optimizer=load.with_optimizer,
-            **self._owner(model),
+            tenant=model.tenant,
         )
         self._close(model)
         self._engine.rename(one, model.id)
@@ -976,7 +1002,7 @@ class Hub:
         is_free = not model.is_snapshotting and self._num_snapshots < _MOST_SNAPSHOTS
         if not (at_once or (is_due and is_free)):
             return
-        one, step, pieces = _opened(model), model.last_step, {*model.pieces}
+        one, step, pieces = self._opened(model), model.last_step, {*model.pieces}
         copy = self._engine.begin_copy(one)
         model.changed_at, model.steps_since = None, 0
         model.is_snapshotting = True
@@ -1085,19 +1111,6 @@ class Hub:
             own = [*self._models.values()]
             self._work_on(lambda: self._remove_old_snapshots(own))
             wait([*self._working])  # no other snapshot is being written
-        for model in self._models.values():
-            if model.snapshot is None:
-                continue
-            try:
-                path = self._storage.fetch(model.snapshot)
-                model.adapter = open_saved(engine, model.id, path, **self._owner(model))
-            except DeviceError:
-                raise
-            except JaxloraError as error:
-                raise CannotReplay(
-                    f"the snapshot of model {model.id} cannot be opened: {error} Start "
-                    "the server with the settings and files that it had."
-                ) from error
         for piece in contents.pieces:
             self._replay(piece)
         self._is_restored = True
@@ -1134,7 +1147,7 @@ class Hub:
         self._meter.replayed += piece.rows > 0
         places: list[tuple[OpenAdapter, PassCall, int] | tuple[str, int]] = []
         for part, call in found:
-            one = self._models[part.model].adapter if call is not None else None
+            one = None if call is None else self._opened(self._models[part.model])
             is_alone = piece.rows not in self._engine.sizes  # they were others
             if call is not None and (is_alone or _datum(part) in self._careful):
                 self._run_alone(self._calls[call], call, part.number)
@@ -1169,7 +1182,7 @@ class Hub:
 
     def _run_alone(self, promise: Promise, call: Call, number: int) -> None:
         """Runs a datum or a step by itself, and waits for it."""
-        one = _opened(self._models[promise.model])
+        one = self._opened(self._models[promise.model])
         self._engine.drain()
         if isinstance(call, StepCall):
             # A forward pass before it may lack its result, which no log has.
@@ -1262,18 +1275,14 @@ class Hub:
         self._ledger.flush(_END_SECONDS)
         for model in self._models.values():
             self._snapshot_if_due(model, at_once=True)
-        while self._working:
-            wait([*self._working])
+            self._finish_working(_MOST_SNAPSHOTS - 1)  # the copies need memory
+        self._finish_working(0)
+
+    def _finish_working(self, most: int) -> None:
+        """Waits until the other threads have no more than so much to do."""
+        while len(working := [*self._working]) > most:
+            wait(working, return_when=FIRST_COMPLETED)
             self._take_messages()
-
-
-def _opened(model: Model) -> OpenAdapter:
-    if model.adapter is None:
-        raise ConfigError(
-            f"model {model.id} has no adapter, as it could not be created, or was "
-            "unloaded. Create another."
-        )
-    return model.adapter
 
 
 def _failure(error: Exception, what: str) -> Failed:
@@ -1282,7 +1291,7 @@ def _failure(error: Exception, what: str) -> Failed:
         logger.error("%s has failed", what, exc_info=error)
         message = "the server has made an error, which its log tells."
         return Failed(message=message, category="server")
-    is_ours = isinstance(error, StorageError | DeviceError)
+    is_ours = isinstance(error, StorageError | DeviceError | CannotReplay)
     return Failed(message=str(error), category="server" if is_ours else "user")
 
 

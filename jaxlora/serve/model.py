@@ -17,6 +17,7 @@ from jaxlora.serve.operation import (
 )
 from jaxlora.serve.status import ModelStatus, Recent
 from jaxlora.session.engine import Call, OpenAdapter
+from jaxlora.session.residence import Place
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -183,6 +184,12 @@ class Model:
         self.pending_datums -= datums
         self.pending_tokens -= tokens
 
+    @property
+    def _place(self) -> Place | None:
+        if self.adapter is not None:
+            return self.adapter.place
+        return None if self.snapshot is None else "file"  # no restart has opened it
+
     def status(self, now: float) -> ModelStatus:
         """Returns its numbers."""
         (tokens,) = self.recent.rates(now)
@@ -196,5 +203,5 @@ class Model:
             loss_per_token=self.loss_per_token,
             tokens_per_second=tokens,
             failure=self.failure,
-            place=None if self.adapter is None else self.adapter.place,
+            place=self._place,
         )

@@ -186,7 +186,7 @@ class Storage:
         self._place.delete(_checked(key))
 
     def clean(self) -> None:
-        """Removes what crashes have left half-written."""
+        """Removes what crashes have left half-written. No other process may write."""
         self._place.clean()
 
 
@@ -239,10 +239,10 @@ class _Folder:
 
     def __init__(self, root: pathlib.Path):
         self._root, self._lock = root, threading.Lock()
+        self._mark = secrets.token_hex(4)  # of what this object is writing
         with _folder_errors(str(root)):
             make_folder(root)
             root.chmod(0o700)
-        self.clean()
 
     @contextlib.contextmanager
     def writing(self, key: str) -> Generator[pathlib.Path]:
@@ -315,10 +315,12 @@ class _Folder:
         shutil.rmtree(place.parent, ignore_errors=True)
 
     def clean(self) -> None:
-        shutil.rmtree(self._root / _WRITING, ignore_errors=True)
+        for place in (self._root / _WRITING).glob("*"):
+            if not place.name.startswith(self._mark):
+                shutil.rmtree(place, ignore_errors=True)
 
     def _temporary(self) -> pathlib.Path:
-        return self._root / _WRITING / secrets.token_hex(8) / "new"
+        return self._root / _WRITING / f"{self._mark}{secrets.token_hex(8)}" / "new"
 
 
 @contextlib.contextmanager

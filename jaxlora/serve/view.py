@@ -213,21 +213,27 @@ class View:
 
     def json(self) -> bytes:
         """Returns the view as JSON; numbers that are not finite are null."""
-        found = _plain(dataclasses.asdict(self))
+        found = _plain(dataclasses.replace(self, points={}))
+        found["points"] = self.points  # which `Curves` has made plain
         return json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _plain(value: Any) -> Any:
-    """Rounds numbers, and replaces those that are not finite."""
+    """Makes JSON values; rounds numbers, and replaces those that are not finite."""
     if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return round(value, 2) if abs(value) >= 1e5 else float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return _rounded(value)
+    if dataclasses.is_dataclass(value):
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return round(value, 2) if abs(value) >= 1e5 else float(f"{value:.6g}")
 
 
 class Curves:
@@ -248,7 +254,11 @@ class Curves:
         self._points = collections.OrderedDict()
 
     def add(self, model: str, point: Point) -> None:
-        """Adds a point. A step that is done again replaces those from it on."""
+        """Adds a point. A step that is done again replaces those from it on.
+
+        Numbers are rounded to six digits; those that are not finite become None.
+        """
+        point = Point(point.step, *map(_rounded, point[1:]))
         with self._lock:
             self._cursor += 1
             points = self._points.setdefault(model, [])

@@ -71,13 +71,19 @@ class Published:
     """
 
     def __init__(
-        self, engine: Engine, num_slots: int, folder: pathlib.Path | None = None
+        self,
+        engine: Engine,
+        num_slots: int,
+        num_files: int | None = None,
+        folder: pathlib.Path | None = None,
     ):
         """Makes empty slots.
 
         Args:
             engine: The engine.
             num_slots: Number of versions that are on the device at the same time.
+            num_files: Most others, beyond which those end that were used least recently
+                and that no call needs; None: there is no bound.
             folder: Folder for files of the others; None: the system's for temporary
                 ones.
         """
@@ -85,6 +91,7 @@ class Published:
         self._settings = SettingsTable(self._spec)
         self._shapes = _shapes(self._spec)
         self._tables = zero_tables(self._shapes)
+        self._num_files = num_files
         self._slots: list[Version | None] = [None] * num_slots
         self._versions: dict[str, Version] = {}
         self._numbers = itertools.count()
@@ -106,6 +113,11 @@ class Published:
             settings=self._settings.settings,
         )
         return LoadedDecoder(stages=(stage,))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(table.nbytes for table in self._tables.values())
 
     def prepare(self) -> None:
         """Compiles, or loads, what publishing needs."""
@@ -197,6 +209,20 @@ class Published:
                 f"there is a version {name!r} already. Choose another name."
             )
         self._versions[name] = version
+        self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """Ends the versions that are too many beside those on the device."""
+        if self._num_files is None:
+            return
+        others = [
+            (version.last_use, name)
+            for name, version in self._versions.items()
+            if version.slot is None and not version.num_held
+        ]
+        # The new one gets a slot, from one that gets a file in its place.
+        for _, name in sorted(others)[: -self._num_files]:
+            self.release(name)
 
     def release_unused(self, seconds: float) -> None:
         """Ends the versions that were not used for so long."""

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +26,8 @@ from jaxlora.generate.generator import end_ids
 from jaxlora.generate.loaded import NO_ADAPTER
 from jaxlora.generate.programs import MOST_TOP_TOKENS
 from jaxlora.models.config import ModelConfig
+from jaxlora.plan.memory.device_memory import format_bytes
+from jaxlora.plan.memory.footprint import num_bytes
 from jaxlora.programs.program import Prepared
 from jaxlora.session.engine import Engine
 from jaxlora.session.published import Published, Version
@@ -34,8 +38,12 @@ from jaxlora.session.sampler import (
     seed_of_sample,
 )
 
+logger = logging.getLogger(__name__)
+
 _PROMPT_ROWS = 4  # prompts that run at once
 _LEAST_ROWS = 2
+_MOST_CACHE = 65536  # tokens that `auto` takes at most,
+_CACHE_SHARE = 0.7  # of what there is memory for
 _PIECE_SECONDS = 0.15  # of decoding, between two looks at other work
 _LOOK_SECONDS = 0.02
 _MOST_CREDIT, _MOST_AHEAD = 0.5, 0.1  # in seconds of sampling that training owes
@@ -237,9 +245,12 @@ class Samples:
             config: Settings.
             folder: See `Published`.
         """
-        self.published = Published(engine, config.versions, folder)
+        self.published = Published(
+            engine, config.versions, config.file_versions, folder
+        )
         self.published.prepare()
         self._engine, self._model, self._config = engine, engine.model, config
+        self._cache_size = _cache_size(engine, config, self.published)
         self._asked: list[_Asked] = []
         self._lanes: dict[int, _Lane] = {}  # by places of a row
         # By places of a row, and whether prompts are scored, with likely tokens.
@@ -326,11 +337,11 @@ class Samples:
         while size < needed:
             size *= 4
         size = min(size, rounded(self._model.config.max_positions))
-        if _LEAST_ROWS * size > self._config.cache_tokens:
+        if _LEAST_ROWS * size > self._cache_size:
             raise ConfigError(
                 f"the prompt and max_tokens={max_tokens} take {needed} places of the "
                 f"cache, which are {_LEAST_ROWS} rows of {size}, and it has "
-                f"cache_tokens={self._config.cache_tokens}. Shorten the prompt, lower "
+                f"cache_tokens={self._cache_size}. Shorten the prompt, lower "
                 "max_tokens, or set cache_tokens when the server starts."
             )
         return size
@@ -359,7 +370,7 @@ class Samples:
         """
         if cache_tokens in self._lanes:
             return self._lanes[cache_tokens]
-        shape, most = self._shape(cache_tokens), self._config.cache_tokens
+        shape, most = self._shape(cache_tokens), self._cache_size
         needed = shape.num_rows * cache_tokens
         for size, lane in list(self._lanes.items()):
             is_idle = not lane.running and size not in joining
@@ -371,7 +382,7 @@ class Samples:
         return self._lanes.setdefault(cache_tokens, lane)
 
     def _shape(self, cache_tokens: int) -> BatchShape:
-        rows = max(self._config.cache_tokens // 2 // cache_tokens, _LEAST_ROWS)
+        rows = max(self._cache_size // 2 // cache_tokens, _LEAST_ROWS)
         return BatchShape(
             num_rows=min(rows, self._config.rows),
             prompt_rows=_PROMPT_ROWS,
@@ -605,3 +616,38 @@ def _check(call: SampleCall, config: ModelConfig) -> None:
         if value < least or (most is not None and value > most):
             to = "or more" if most is None else f"to {most}"
             raise ConfigError(f"{name}={value} must be {least} {to}.")
+
+
+def _cache_size(engine: Engine, config: SamplingConfig, published: Published) -> int:
+    """Returns how many tokens the caches hold, and logs the memory of sampling.
+
+    Raises:
+        ConfigError: There is no memory for them beside the session.
+    """
+    least = _LEAST_ROWS * 2 * config.part_tokens
+    empty = functools.partial(
+        published.decoder.programs.empty, _LEAST_ROWS, 2 * config.part_tokens
+    )
+    of_token = num_bytes(jax.eval_shape(empty).cache) / least
+    need = engine.memory_estimate
+    versions, most = published.num_bytes, math.inf
+    if need.available is not None:
+        most = (need.available.num_bytes - need.total_bytes - versions) / of_token
+    wanted = config.cache_tokens
+    if wanted == "auto":
+        # Programs need some of the memory, too.
+        wanted = int(min(_MOST_CACHE, _CACHE_SHARE * most) // least * least)
+    said = (
+        f"{config.versions} versions {format_bytes(versions)}, and caches of {wanted} "
+        f"tokens {format_bytes(wanted * of_token)}"
+    )
+    if not least <= wanted <= most:
+        assert need.available is not None
+        raise ConfigError(
+            f"sampling needs {said}, at least {least} tokens of them, beside the "
+            f"session's {format_bytes(need.total_bytes)}, and there are "
+            f"{format_bytes(need.available.num_bytes)}. Lower cache_tokens or versions "
+            "of sampling, or slots, rank or microbatch_tokens of the session."
+        )
+    logger.info("memory of sampling: %s", said)
+    return wanted

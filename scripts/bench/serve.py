@@ -24,6 +24,7 @@ import collections
 import dataclasses
 import itertools
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,6 +56,7 @@ from jaxlora.session.engine import (
 from jaxlora.session.operations import new_adapter, pass_call
 from jaxlora.session.sampler import publish
 from jaxlora.train.execute.step import optimizer_inputs
+from scripts.bench.kernel_times import busy_ms, by_kind, ranked, trace
 from scripts.bench.report import Rows, about, add_output_dir, needs_gpu, table
 from scripts.bench.shapes import ANY_DEVICE, LARGE
 from scripts.bench.workload import Workload
@@ -438,6 +440,34 @@ class Load:
         for one in some:
             engine.close(one)
 
+    def kernels(self) -> Iterator[dict[str, Any]]:
+        """Splits the device's time of a microbatch of each size into kinds of work."""
+        engine, rng = self.engine, np.random.default_rng(2)
+        adapter = new_adapter(engine, "a", rank=self._case.rank)
+        one, loss = engine.open("a", adapter), ChosenLoss.of("cross_entropy", None)
+        mean, repeats = self._case.mean_tokens, 3
+        for size in self._case.sizes:
+            number = max(1, size // mean)
+            data = self.datums(rng, [size // number] * number)
+
+            def run(data: Sequence[Datum] = data, size: int = size) -> None:
+                call = pass_call(engine, data, loss, is_training=True)
+                engine.submit(one, call)
+                engine.run_layout(size, [(one, call, i) for i in [*call.waiting]])
+                engine.drain()
+
+            run()
+            found = trace(run, repeats)
+            named = [(kernel.name, kernel.ms) for kernel in found]
+            for name, count, ms in ranked(named)[:15]:
+                line = f"{ms / repeats:9.3f} ms {count // repeats:5} x {name[:80]}"
+                print(line, file=sys.stderr)
+            kinds = {k: round(ms / repeats, 2) for k, ms in by_kind(named, 6).items()}
+            yield _row(
+                f"kernels of a microbatch of {size}", busy_ms(found) / repeats / 1e3
+            ) | {"number": len(found) // repeats, "kinds": kinds}
+        engine.close(one)
+
     def closed_loop(self, number: int, seconds: float) -> dict[str, Any]:
         """Row A, or P."""
         tenants = self.tenants(number)
@@ -497,9 +527,9 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--rows",
         nargs="+",
-        choices=["offline", "A", "D"],
+        choices=["kernels", "offline", "A", "D"],
         default=["offline", "A", "D"],
-        help="besides single pieces of work",
+        help="besides single pieces of work; kernels: kinds of kernels, on a GPU",
     )
     out.add_argument("--seconds", type=float, default=15.0, help="of a row")
     out.add_argument(
@@ -546,6 +576,8 @@ def run(args: argparse.Namespace) -> None:
     estimate = {"estimate": str(load.engine.memory_estimate)}
     add(_row("load and compile", time.perf_counter() - began) | estimate)
     for found in load.singles():  # which the others need, too
+        add(found)
+    for found in load.kernels() if "kernels" in args.rows else ():
         add(found)
     first, *others = args.tenants
     speed: float | None = None

@@ -135,6 +135,8 @@ class Jobs:
                 self._keep()
             except StorageError as error:
                 logger.warning("the progress of jobs is not kept yet: %s", error)
+            except Exception:
+                logger.exception("the progress of jobs is not kept yet")
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)

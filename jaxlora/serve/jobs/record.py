@@ -161,6 +161,13 @@ class JobTable:
                 ids = [row["id"] for row in rows]
                 connection.execute(_JOBS.delete().where(_JOBS.c.id.in_(ids)))
                 connection.execute(_JOBS.insert(), rows)
+            # A transaction may be on disk although the connection broke before the
+            # database said so. It is then written again.
+            for job in {job.id: job for job, *_ in lines}.values():
+                first = min(number for one, number, _ in lines if one is job)
+                c = _LINES.c
+                old = _LINES.delete().where(c.job == job.id, c.number >= first)
+                connection.execute(old)
             if new:
                 connection.execute(_LINES.insert(), new)
 

@@ -5,12 +5,13 @@ operator allows to all, and adapters by the name of another job. No setting of i
 name a file of the server's machine or a place on the hub.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import pathlib
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlora.config import DataConfig, LoraJob
@@ -87,7 +88,7 @@ class TenantData:
         _check_name(name)
         self._limits.check_storage(tenant)
         most, size = self._limits.config.limits.upload_bytes, 0
-        with self._storage.writing(_key(tenant, name)) as path:
+        async with _in_threads(self._storage.writing(_key(tenant, name))) as path:
             with path.open("wb") as file:
                 async for chunk in chunks:
                     size += len(chunk)
@@ -206,6 +207,22 @@ def described(entry: Entry) -> dict[str, Any]:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry.created_at))
     name = pathlib.PurePosixPath(entry.id).name
     return {"name": name, "bytes": entry.num_bytes, "created_at": created}
+
+
+@contextlib.asynccontextmanager
+async def _in_threads[T](
+    manager: contextlib.AbstractContextManager[T],
+) -> AsyncGenerator[T]:
+    """Enters and leaves a context in threads, as storing a large file takes long."""
+    value = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield value
+    except BaseException as error:
+        await asyncio.to_thread(
+            manager.__exit__, type(error), error, error.__traceback__
+        )
+        raise
+    await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
 def _key(tenant: str, name: str) -> str:

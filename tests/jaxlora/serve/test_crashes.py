@@ -88,7 +88,8 @@ def live_through(processes, folder, model, num_steps: int, kills: list) -> dict:
     for number, (limit, after) in enumerate([*kills, (None, "ready")], 1):
         given = {"folder": str(folder), "model": str(model), "num_steps": num_steps}
         output = folder.with_name(f"{folder.name}-{number}.txt")
-        is_done = processes.live(output, limit, after, known=known, **given)
+        given |= {"known": known, "told": [*outcomes]}
+        is_done = processes.live(output, limit, after, **given)
         for line in output.read_text().splitlines():
             word, *rest = line.split(" ", 2)
             if word == "accepted":

@@ -81,6 +81,16 @@ def test_a_log_that_is_written_anew_is_read_anew(tmp_path):
     assert [point.step for point in after.points["one"]] == [1]
 
 
+def test_the_groups_of_a_sweep_have_logs_of_their_own(tmp_path):
+    write_status(tmp_path / STATUS_FILE, status(step=1))
+    files = RunFiles(tmp_path, "base")
+    for group in ("0", "1"):
+        folder = tmp_path / "groups" / group
+        folder.mkdir(parents=True)
+        write(folder, step(1 + int(group), 3.0))
+    assert [point.step for point in files.view().points["one"]] == [1, 2]
+
+
 def test_what_an_earlier_process_left_is_not_training(tmp_path):
     path = tmp_path / STATUS_FILE
     write_status(path, status(step=2))

@@ -132,14 +132,20 @@ def test_an_archive_is_sent_in_pieces(storage):
 
 
 def test_a_restart_removes_what_a_crash_left(tmp_path):
+    """And nothing that is being written at the time."""
     root = tmp_path / "files"
     storage = Storage(root)
-    with storage.writing(KEY) as path:  # as if the process were killed here
+    with storage.writing("alice/kept") as path:
+        path.write_bytes(b"1")
+        storage.clean()
+    assert storage.list("alice") == {"alice/kept": 1}
+    with pytest.raises(StorageError), storage.writing(KEY) as path:
         path.mkdir()
         (path / "a").write_bytes(b"1")
-        assert Storage(root).list("alice") == {}
-        assert [*root.iterdir()] == []
-        path.mkdir(parents=True)
+        restarted = Storage(root)  # as if the process were killed here
+        assert restarted.list("alice") == {"alice/kept": 1}
+        restarted.clean()
+        assert [*(root / ".writing").iterdir()] == []
     assert root.stat().st_mode & 0o777 == 0o700
 
 

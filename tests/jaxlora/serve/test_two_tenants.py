@@ -30,6 +30,7 @@ DATUM = {
 }
 PASS = {"data": [DATUM], "loss_fn": "cross_entropy"}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 RUN = "/api/v1/training_runs/{model}"
 CHECKPOINT = RUN + "/checkpoints/weights/{name}"
 JOB = {
@@ -185,17 +186,16 @@ REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
         )
     ],
     ("GET", "/v1/models"): [("/v1/models", None)],
-    ("GET", "/v1/models/{name:path}"): [("/v1/models/{job}", None)],
+    ("GET", "/v1/models/{name:path}"): [
+        ("/v1/models/{job}", None),
+        ("/v1/models/tinker:%2F%2F{model}/sampler_weights/{name}", None),
+    ],
     ("POST", "/v1/chat/completions"): [
+        ("/v1/chat/completions", CHAT | {"model": "{job}"}),
         (
             "/v1/chat/completions",
-            {
-                "model": model,
-                "messages": [{"role": "user", "content": "a"}],
-                "max_tokens": 1,
-            },
-        )
-        for model in ("{job}", "tinker://{model}/sampler_weights/{name}")
+            CHAT | {"model": "tinker://{model}/sampler_weights/{name}"},
+        ),
     ],
     ("GET", "/jobs/v1/uploads"): [("/jobs/v1/uploads", None)],
     ("GET", "/jobs/v1/uploads/{name}"): [("/jobs/v1/uploads/{upload}", None)],

@@ -72,6 +72,8 @@ def test_the_models_that_trained_last_have_curves():
 
 
 def test_numbers_that_are_not_finite_are_null():
+    curves = Curves()
+    curves.add("a", Point(1, loss=math.nan, grad_norm=1 / 3))
     row = ModelRow(id="a", name="a", state="running", step=1, loss=math.nan)
     view = View(
         kind="run",
@@ -83,13 +85,13 @@ def test_numbers_that_are_not_finite_are_null():
         time=1796009054.25,
         figures=Figures(tokens_per_second=1 / 3, fill=math.inf),
         models=[row],
-        points={"a": [Point(1, loss=math.nan)]},
+        points=curves.after(0, {"a"}, "")[1],
         rates=[],
     )
     found = json.loads(view.json())
     assert found["models"][0]["loss"] is None and found["figures"]["fill"] is None
     assert found["figures"]["tokens_per_second"] == 0.333333
-    assert found["points"] == {"a": [[1, None, None, None, None]]}
+    assert found["points"] == {"a": [[1, None, None, None, 0.333333]]}
     assert found["time"] == 1796009054.25
 
 

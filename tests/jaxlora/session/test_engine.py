@@ -428,3 +428,18 @@ def test_a_layout_gives_the_same_bits_again(tiny_model, make_adapter):
     engine.drain()
     assert call.result.step == 1
     assert_same(state(again, "c"), state(first, "c"))
+
+
+def test_the_device_is_one_microbatch_ahead(opened):
+    """So a new call waits for two at most."""
+    session, ahead = opened("a"), []
+    engine = session._engine
+
+    def note(piece) -> None:
+        ahead.append(sum(one.rows > 0 for one in engine.unsettled))
+
+    engine.on_queued = note
+    data = datums(np.random.default_rng(15), (60,) * 5)
+    session.forward_backward("a", data)
+    session.optim_step("a", RATE).result()
+    assert ahead == [1, 2, 2, 2, 2, 1]

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from jaxlora import Datum
-from jaxlora.config.session_config import SamplingConfig
+from jaxlora.config.session_config import SamplingConfig, SessionConfig
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.generate.batch import Batch
+from jaxlora.plan.memory.device_memory import DeviceMemory
+from jaxlora.session.engine import Engine
 from jaxlora.session.samples import SampleCall, SampleResult, Samples
 from jaxlora.session.session import Session
 from tests.jaxlora.session.conftest import LINEARS, SETTINGS, scaled
@@ -154,6 +156,21 @@ def test_more_versions_than_slots(published, tmp_path):
         drawn(samples, call("a1"))
 
 
+def test_the_oldest_versions_end(published):
+    """Unless a call needs them."""
+    session, samples = published(CONFIG.replace(file_versions=2))
+    one, found = session._engine.adapters["a"], []
+    samples.submit(call("a1", max_tokens=2), found.append, found.append)
+    for number in range(6):
+        samples.published.publish(f"v{number}", one)
+    while samples.advance():
+        pass
+    assert tokens(found[0])[0] and samples.published.knows("a1")
+    known = [number for number in range(6) if samples.published.knows(f"v{number}")]
+    assert known[-3:] == [3, 4, 5] and len(known) <= 4
+    assert not samples.published.knows("b1")
+
+
 def test_versions_come_and_go_while_samples_are_drawn(published):
     session, samples = published(CONFIG.replace(versions=3))
     one, found = call("a1", max_tokens=90), []
@@ -231,6 +248,26 @@ def test_the_cache_bounds_how_many_run(published):
     _, small = published(CONFIG.replace(cache_tokens=600))
     with pytest.raises(ConfigError, match="2 rows of 512, and it has cache_tokens=600"):
         drawn(small, call(max_tokens=130))
+
+
+def test_the_cache_is_as_large_as_there_is_memory_for(published, tiny_model):
+    _, samples = published(CONFIG.replace(cache_tokens="auto"))
+    assert samples._cache_size == 65536
+    engine = Engine(tiny_model, SessionConfig(**SETTINGS))
+    need = engine.memory_estimate
+    of_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, features, bytes
+    for tokens, auto in ((10_000, 6912), (300, None)):
+        room = need.total_bytes + samples.published.num_bytes + tokens * of_token
+        memory = DeviceMemory(num_bytes=room, source="a test")
+        engine.memory_estimate = dataclasses.replace(need, available=memory)
+        if auto is not None:
+            made = Samples(engine, CONFIG.replace(cache_tokens="auto"))
+            assert made._cache_size == auto
+        else:
+            with pytest.raises(ConfigError, match="at least 256 tokens of them"):
+                Samples(engine, CONFIG.replace(cache_tokens="auto"))
+        with pytest.raises(ConfigError, match="caches of 10240 tokens"):
+            Samples(engine, CONFIG.replace(cache_tokens=10240))
 
 
 def test_a_tenant_with_many_samples_does_not_hold_up_others(published):

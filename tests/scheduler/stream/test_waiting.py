@@ -200,7 +200,7 @@ def test_adapters_in_slots_go_first_among_equals():
 
 
 def test_adapters_that_are_in_no_slot_wait_no_longer():
-    """Beyond a little, so that tenants have equal shares also in a short time."""
+    """A round takes 11 microbatches, and nobody waits for much more."""
     number, num_slots = 32, 8
     queue, rng = FairQueue(LIMITS, SIZES), np.random.default_rng(0)
     clients = [Client(i, log_normal(rng)) for i in range(number)]
@@ -218,8 +218,8 @@ def test_adapters_that_are_in_no_slot_wait_no_longer():
             clients[owner].receive(queue, own)
             if clients[owner].left is None:
                 clients[owner].send(queue)
-    shares = np.array([client.num_tokens for client in clients])
-    assert abs(shares / shares.mean() - 1).max() < 0.3
+    longest = max(wait for client in clients for wait in client.waits)
+    assert longest <= 18 * LIMITS.capacity
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora import Datum, Session
+from jaxlora.serve.hub import Unavailable
 from jaxlora.serve.tinker import training
 from tests.jaxlora.serve.tinker.conftest import (
     ADAM,
@@ -124,9 +125,9 @@ def test_clients_before_0_25_speak_json(api):
 
 def test_a_poll_ends_in_time(api, monkeypatch):
     """It does not cancel what it waits for, and a lost result says so."""
-    monkeypatch.setattr(training, "POLL_SECONDS", 0.01)
     data, model = datums(np.random.default_rng(0)), api.model()
     held = api.good(api.submit(pass_request(model, 2, data)))
+    monkeypatch.setattr(training, "POLL_SECONDS", 0.01)
     asked = api.post("retrieve_future", 408, request_id=held["request_id"])
     assert asked["type"] == "try_again" and asked["queue_state"] == "active"
     monkeypatch.undo()
@@ -173,3 +174,20 @@ def test_targets_of_a_model(api, tiny_model):
         np.concatenate(logprobs_of(api.output(after))),
         np.concatenate(expected.logprobs),
     )
+
+
+def test_a_server_that_accepts_nothing_is_asked_again(api, monkeypatch):
+    """The client sends the same request later, also what cannot be done."""
+    data, model = datums(np.random.default_rng(0)), api.model()
+
+    def refuse():
+        raise Unavailable("the disk is full.")
+
+    monkeypatch.setattr(api.server.hub, "_check_accepts", refuse)
+    requests = [pass_request(model, 1, data), pass_request(model, 2, data, "gspo")]
+    assert [api.submit(one).status_code for one in requests] == [503, 503]
+    assert api.server.limits.pending("alice") == 0
+    monkeypatch.undo()
+    first, second = (api.good(api.submit(one)) for one in requests)
+    assert api.output(first).metrics["tokens:sum"] == 9
+    assert "gspo" in api.result(second)["error"]
