@@ -3,8 +3,8 @@
 Each is a fork of one that has imported everything, and reads a line of JSON for each:
 the arguments of `live`. A fork writes lines into a file: `ready`; `accepted KEY ID` as
 soon as a client may know that an operation is accepted; `outcome KEY TEXT`, or `again
-KEY TEXT` if an earlier process has told it; `end`. An operation that was accepted is not
-sent again by the clients, except for some, whose ids must be the same.
+KEY TEXT` if an earlier process has told it; `end`. An operation that was accepted is
+not sent again by the clients, except for some, whose ids must be the same.
 """
 
 import functools
