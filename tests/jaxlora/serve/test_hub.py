@@ -250,15 +250,16 @@ def test_a_full_disk_delays_and_drops_nothing(hub, monkeypatch, fault):
     assert hub.status().health == "running" and hub.waiting("t").state == "active"
 
 
-def test_on_postgres(open_hub, postgres_url):
-    hub = open_hub(url=postgres_url, snapshot_steps=1)
+@pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
+def test_on_postgres(open_hub, database_url):
+    hub = open_hub(url=database_url, snapshot_steps=1)
     run(hub, CREATE, *ROUND)
     late = hub.submit("t", "m", 5, training_pass(2))
     late.accepted.result(timeout=60)
     with pytest.raises(ConfigError, match="another server uses the database"):
-        open_hub(url=postgres_url)
+        open_hub(url=database_url)
     crash(hub)
-    again = open_hub(url=postgres_url)
+    again = open_hub(url=database_url)
     assert again.promise("t", late.request_id).outcome.result(timeout=60)
     (step,) = run(again, STEP, first=6)
     assert step.result.step == 2
