@@ -413,7 +413,7 @@ class Hub:
     def _check_accepts(self) -> None:
         health, reason = self._health()
         if health not in ("running", "starting"):
-            why = "" if reason is None else f": {reason}"
+            why = "" if reason is None else f": {reason.rstrip('.')}"
             raise Unavailable(
                 f"nothing is accepted at the moment, as the server is {health}{why}. "
                 "Send the request again later."
