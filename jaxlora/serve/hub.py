@@ -233,8 +233,8 @@ class Hub:
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join()
+        self._ledger.close()  # what waits for a database that is away ends with it
         self._others.shutdown()
-        self._ledger.close()
 
     def submit(
         self, tenant: str, model: str, seq_id: int, operation: Operation
