@@ -12,6 +12,7 @@ from jaxlora.pallas_kernels.expert_rows import (
 from jaxlora.pallas_kernels.experts import (
     block_rows_for,
     expert_gate,
+    expert_input,
     expert_linears,
     expert_output,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "dora_gain",
     "dropout_keys",
     "expert_gate",
+    "expert_input",
     "expert_linears",
     "expert_output",
     "frozen_linear",

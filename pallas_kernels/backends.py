@@ -103,6 +103,12 @@ class Backend:
         unsupported_producer: Returns why `produce` cannot compute such a function here,
             as a clause without a full stop; None if it can. It has the arguments of
             `produce` but for block_adapter, and arrays may be shapes.
+        gather: Computes the rows of `gather_rows`, [S, K], and s of the linears of
+            experts that take them, as `gather(x, projections, plan, is_gradient=)`.
+            With `is_gradient`, x is the gradient of the linears' combined rows, and s
+            is ds. None: it has no such kernel.
+        unsupported_gather: Returns why `gather` cannot serve some linears here, as such
+            a clause; None if it can.
         norm_gradient: Computes the gradient of a norm and adds the one that its input
             has already, as `norm_gradient(h, scale, dx, dh, eps=, offset=)`; see
             producers.py. None: XLA computes it.
@@ -126,6 +132,8 @@ class Backend:
     traced_as: str | None = None
     produce: Callable[..., tuple[list[jax.Array], list[jax.Array]]] | None = None
     unsupported_producer: Callable[..., str | None] = _nowhere
+    gather: Callable[..., tuple[jax.Array, list[jax.Array]]] | None = None
+    unsupported_gather: Callable[..., str | None] = _nowhere
     norm_gradient: Callable[..., jax.Array] | None = None
     unsupported_norm_gradient: Callable[..., str | None] = _nowhere
     slow_device: Callable[[], str | None] = _nowhere
@@ -181,6 +189,9 @@ BACKENDS: dict[str, Backend] = _table(
         unsupported=mosaic.unsupported,
         produce=_when_traced("mosaic.layer", "produce_beside"),
         unsupported_producer=mosaic.unsupported_producer,
+        # Mosaic copies consecutive rows only.
+        gather=_when_traced("triton.gather", "gather", target=triton.present_target),
+        unsupported_gather=triton.unsupported_gather,
         norm_gradient=_when_traced("mosaic.norm_gradient", "norm_gradient"),
         unsupported_norm_gradient=mosaic.unsupported_norm_gradient,
         stores_masks=False,

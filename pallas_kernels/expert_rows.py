@@ -335,9 +335,14 @@ def _gather_forward(x, plan):
     return gather_rows(x, plan), plan
 
 
-def _gather_backward(plan, dx):
+def sum_of_copies(dx: Float[Array, "S D"], plan: RowPlan) -> Float[Array, "T D"]:
+    """Returns the gradient of each token; see `gather_rows`."""
     copies = [rows_at(dx, row).astype(jnp.float32) for row in plan.row.T]
-    return sum(copies[1:], copies[0]).astype(dx.dtype), None
+    return sum(copies[1:], copies[0]).astype(dx.dtype)
+
+
+def _gather_backward(plan, dx):
+    return sum_of_copies(dx, plan), None
 
 
 gather_rows.defvjp(_gather_forward, _gather_backward)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlora.pallas_kernels.backends import get_backend
+from jaxlora.pallas_kernels.backends import Backend, get_backend
 from jaxlora.pallas_kernels.checks import check_experts, unshared
 from jaxlora.pallas_kernels.dropout import TILE_TOKENS, Dropout, expert_mask_words
 from jaxlora.pallas_kernels.expert_rows import (
@@ -24,9 +24,15 @@ from jaxlora.pallas_kernels.expert_rows import (
     combine_rows,
     gather_rows,
     rows_at,
+    sum_of_copies,
 )
 from jaxlora.pallas_kernels.given_mask import GivenMask
-from jaxlora.pallas_kernels.op import Passes, passes_of, with_gradient
+from jaxlora.pallas_kernels.op import (
+    Passes,
+    own_settings,
+    passes_of,
+    with_gradient,
+)
 from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
 from jaxlora.pallas_kernels.varying import vary, varying_axes
@@ -84,7 +90,7 @@ def expert_linears(
             mask also depends on the expert.
         plan: Where the rows are.
         w_transposed: Whether weights that are not quantized are stored [X, N, K].
-        s: What `expert_gate` computed beside x; None: it is computed here.
+        s: What `expert_input` computed beside x; None: it is computed here.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Returns:
@@ -102,6 +108,75 @@ def expert_linears(
     x, made, plan, s = vary(arrays, varying_axes(arrays))
     op = with_gradient(passes_of(backend, ()))
     return tuple(op(x, made, plan.expert, plan, s, w_transposed))
+
+
+@typing.no_type_check  # `checks.py` has better messages
+def expert_input(
+    x: Float[Array, "T K"],
+    projections: Sequence[Projection],
+    plan: RowPlan,
+    *,
+    implementation: str = "xla",
+) -> tuple[Float[Array, "S K"], list[Float[Array, "S _"]] | None]:
+    """`gather_rows`, with s of the linears that take the rows where a kernel can.
+
+    Args:
+        x: Token rows.
+        projections: The linears; see `expert_linears`. They get no gradient here.
+        plan: Where the rows are.
+        implementation: Name of the kernel back end in `BACKENDS`.
+
+    Returns:
+        The rows, and s for `expert_linears`, or None. With s, blocks of padding of the
+        rows may hold anything.
+
+    Raises:
+        ValueError: As for `expert_linears`.
+    """
+    backend = get_backend(implementation)
+    if _cannot_gather(backend, projections, is_gradient=False):
+        return gather_rows(x, plan), None
+    rows = jax.ShapeDtypeStruct((plan.num_rows, x.shape[1]), x.dtype)
+    check_experts(backend, rows, projections, plan)
+    made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
+    arrays = x, made, plan
+    arrays = vary(arrays, varying_axes(arrays))
+    return _input_with_gradient(passes_of(backend, ()))(*arrays)
+
+
+def _cannot_gather(backend: Backend, projections, *, is_gradient: bool) -> bool:
+    if backend.gather is None:
+        return True
+    reason = backend.unsupported_gather(projections, is_gradient=is_gradient)
+    return reason is not None
+
+
+@functools.cache
+def _input_with_gradient(passes: Passes):
+    """Makes the op that gathers rows with s of linears."""
+
+    @jax.custom_vjp
+    def op(x, projections, plan):
+        return _gather(passes, x, projections, plan, is_gradient=False)
+
+    def forward(x, projections, plan):
+        return op(x, projections, plan), plan
+
+    def backward(plan, gradients):
+        dx, _ = gradients
+        return sum_of_copies(dx, plan), None, None
+
+    op.defvjp(forward, backward)
+    return op
+
+
+def _gather(passes: Passes, x, projections, plan: RowPlan, *, is_gradient: bool):
+    """Gathers rows with s or ds of linears."""
+    gather = passes.backend.gather
+    assert gather is not None
+    with own_settings(passes.precision):
+        results = gather(x, projections, plan, is_gradient=is_gradient)
+    return vary(results, varying_axes((x, plan)))
 
 
 @typing.no_type_check  # `checks.py` has better messages
@@ -209,8 +284,12 @@ def _output_with_gradient(passes: Passes):
         kept, weights = residuals
         h, (projection,), _, _, plan = kept
         of_row = rows_at(weights.reshape(-1), plan.copy).astype(jnp.float32)
+        if _cannot_gather(passes.backend, [projection], is_gradient=True):
+            rows, ds = gather_rows(dy, plan), None
+        else:
+            rows, ds = _gather(passes, dy, [projection], plan, is_gradient=True)
         dh, (gradients,) = passes.backward(
-            w_transposed, kept, [gather_rows(dy, plan)], row_weights=of_row
+            w_transposed, kept, [rows], ds, row_weights=of_row
         )
         dh = dh.astype(jnp.float32)
         # Without the barrier, XLA keeps h from before it was rounded, in float32.

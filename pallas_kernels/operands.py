@@ -211,6 +211,33 @@ def _own_settings(p: Projection) -> KernelSettings:
     return kernel_settings(p.factor[None], p.rank[None], None)[0]
 
 
+def finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
+    """Replaces values that are not finite by zeros.
+
+    Where slots share blocks of rows, they multiply other slots' zeros. The slot's own
+    rows do not depend on them: s or its gradient is NaN there.
+    """
+    return jnp.where(jnp.isfinite(table), table, 0)
+
+
+def marked(
+    settings: Sequence[KernelSettings], projections: Sequence[Projection]
+) -> list[KernelSettings]:
+    """Makes s NaN in slots whose B is not finite.
+
+    Where slots share blocks, expand does not see such values of B.
+    """
+    return [_marked(*one) for one in zip(settings, projections, strict=True)]
+
+
+def _marked(settings: KernelSettings, projection: Projection) -> KernelSettings:
+    assert settings.factor is not None and settings.index is not None
+    is_finite = jnp.isfinite(projection.b).all((1, 2))
+    factor = jnp.where(is_finite, settings.factor[settings.index[0]], jnp.nan)
+    own = settings.only("factor")
+    return dataclasses.replace(own, factor=factor[None], index=jnp.zeros(1, jnp.int32))
+
+
 def _mask_source(
     dropout: Dropout | GivenMask, blocks: Blocks, num_features: int
 ) -> MaskWords | GivenMask:

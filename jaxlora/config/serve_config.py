@@ -129,6 +129,12 @@ def _behind(serve: Any, wrong: Wrong) -> None:
         )
 
 
+class ServerSession(SessionConfig):
+    """Settings of a server's session, whose default rank is that of Tinker's client."""
+
+    rank: PositiveInt = 32
+
+
 class ServeConfig(BaseSettings):
     """Settings of `jaxlora serve`.
 
@@ -173,7 +179,7 @@ class ServeConfig(BaseSettings):
 
     model: InputPath
     folder: OutputPath = "serve"
-    session: SessionConfig = SessionConfig()
+    session: ServerSession = ServerSession()
     sampling: SamplingConfig = SamplingConfig()
     model_name: str | None = None
     revision: str | None = None

@@ -175,8 +175,9 @@ def _database_errors(done: str) -> Generator[None]:
         raise
     except sa.exc.DBAPIError as error:
         # The statement and its values, which SQLAlchemy adds, are not for users.
+        reason = str(error.orig).rstrip(".")
         raise StorageError(
-            f"the server's database cannot be {done}: {error.orig}. Nothing was "
+            f"the server's database cannot be {done}: {reason}. Nothing was "
             "changed. Free disk space, or start the database, and try again."
         ) from error
 

@@ -233,8 +233,8 @@ class Hub:
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join()
+        self._ledger.close()  # what waits for a database that is away ends with it
         self._others.shutdown()
-        self._ledger.close()
 
     def submit(
         self, tenant: str, model: str, seq_id: int, operation: Operation
@@ -413,7 +413,7 @@ class Hub:
     def _check_accepts(self) -> None:
         health, reason = self._health()
         if health not in ("running", "starting"):
-            why = "" if reason is None else f": {reason}"
+            why = "" if reason is None else f": {reason.rstrip('.')}"
             raise Unavailable(
                 f"nothing is accepted at the moment, as the server is {health}{why}. "
                 "Send the request again later."

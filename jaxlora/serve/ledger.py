@@ -483,6 +483,7 @@ class _Lock:
                 raise _taken(str(database.engine.url.database)) from None
         else:
             self._connection = database.engine.connect()
+            self._connection.detach()  # the lock ends when it is closed
             lock = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK))
             is_mine = self._connection.scalar(lock)
             self._connection.commit()
@@ -497,7 +498,6 @@ class _Lock:
             os.close(handle)
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.invalidate()  # the lock ends with the connection
             connection.close()
 
 

@@ -355,7 +355,8 @@ def _open_store(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".")
+    text = " ".join(str(error).split()).partition(" Debug source")[0]
+    return text[:300].rstrip(".")
 
 
 @contextlib.contextmanager

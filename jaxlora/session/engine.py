@@ -494,8 +494,15 @@ class Engine:
 
         Raises:
             DeviceError: As for `advance`.
+            ConfigError: It has more adapters than a microbatch can have now.
         """
         self._check_is_whole()
+        number, most = len({p[0] for p in places if len(p) == 3}), self._programs.most
+        if number > most:
+            raise ConfigError(
+                f"a microbatch had {number} adapters, and there is room for {most}. "
+                "Set slots and adapters_per_microbatch to what they were."
+            )
         with _device_errors():
             self._queue_rows(places, rows)
 
@@ -614,20 +621,24 @@ class Engine:
         """Queues a microbatch; arguments as for `run_layout`."""
         samples: list[Sample] = []
         own: list[Place] = []
-        # Rows know their slot by its place among those that are taken.
-        owners: dict[OpenAdapter | str, int] = {}
+        # Rows know their slot by its place among those that are taken. Those that stay
+        # empty have negative numbers.
+        owners: dict[OpenAdapter, int] = {}
+        empty: dict[str, int] = {}
         for place in places:
-            index, owner = len(own), place[0]
+            index = len(own)
             if len(place) == 3:
-                num_tokens = len(place[1].samples[place[2]].token_ids)
+                one, call, number = place
+                owner = owners.setdefault(one, len(owners))
+                num_tokens = len(call.samples[number].token_ids)
                 own.append(place)
             else:
-                num_tokens = place[1]
-            number = owners.setdefault(owner, len(owners))
+                name, num_tokens = place
+                owner = -1 - empty.setdefault(name, len(empty))
             samples.append(
-                Sample(owner=number, batch=0, index=index, num_tokens=num_tokens)
+                Sample(owner=owner, batch=0, index=index, num_tokens=num_tokens)
             )
-        some = list(dict.fromkeys(one for one, _, _ in own))
+        some = list(owners)
         every = [call.samples[number] for _, call, number in own]
         batches = {
             owners[one]: JobBatch(
@@ -636,12 +647,8 @@ class Engine:
             for one in some
         }
         kind = Kind.of(*own[0][:2])
-        slots: dict[OpenAdapter | str, int] = {}
-        if kind is not Kind.BASE:
-            slots |= zip(some, self._bring(some), strict=True)
-        taken = self._programs.taken(
-            [slots.get(one) for one in owners], self.config.num_slots
-        )
+        slots = [] if kind is Kind.BASE else self._bring(some)
+        taken = self._programs.taken(slots, self.config.num_slots)
         run = functools.partial(self._run, kind, taken)
         lengths = lambda sample: (sample.num_tokens,)
         try:

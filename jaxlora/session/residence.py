@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import safetensors
 import safetensors.numpy
 from jax.sharding import Sharding
 
@@ -95,23 +96,37 @@ class _File:
 
     Attributes:
         path: The file.
-        written: Done when it is written.
         is_finite: As in `_Rows`.
+        rows: The rows, until they are written.
+        written: Done when they are, or cannot be.
     """
 
     path: pathlib.Path
-    written: Future[None]
     is_finite: jax.Array | np.ndarray | None
+    rows: _Rows | None
+    written: Future[None] = dataclasses.field(default_factory=Future)
+
+    def write(self) -> None:
+        """Writes the file; if that fails, the rows stay in memory."""
+        assert self.rows is not None
+        try:
+            safetensors.numpy.save_file(self.rows.on_host(), self.path)
+            self.rows = None
+        except (OSError, safetensors.SafetensorError) as error:
+            logger.warning("an adapter stays in memory: %s: %s", self.path, error)
+        self.written.set_result(None)
 
     def read(self) -> _Rows:
         """Reads the rows."""
         self.written.result()
+        if self.rows is not None:
+            return self.rows
         return _Rows(safetensors.numpy.load_file(self.path), self.is_finite)
 
     def remove(self) -> None:
         """Removes the file."""
         self.written.result()
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -247,8 +262,9 @@ class Residence:
     ) -> Resident:
         """Returns the adapter that leaves its slot for another one."""
         others = [one for one in self._here if one not in some]
-        if self._is_full(coming.tenant):
-            others = [one for one in others if one.tenant == coming.tenant]
+        own = [one for one in others if one.tenant == coming.tenant]
+        if own and self._is_full(coming.tenant):
+            others = own
         return min(
             others,
             key=lambda one: (
@@ -409,11 +425,9 @@ class Residence:
             self._writer = ThreadPoolExecutor(1, "jaxlora-cold")
         self._files += 1
         path = self._folder / f"{self._files}.safetensors"
-
-        def write() -> None:
-            safetensors.numpy.save_file(rows.on_host(), path)
-
-        return _File(path, self._writer.submit(write), rows.is_finite)
+        file = _File(path, rows.is_finite, rows)
+        self._writer.submit(file.write)
+        return file
 
 
 def _host_memory(pages: str) -> int:

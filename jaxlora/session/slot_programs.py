@@ -159,16 +159,15 @@ class SlotPrograms:
         assert isinstance(found, JobLosses)
         return found
 
-    def taken(self, slots: Sequence[int | None], num_slots: int) -> np.ndarray:
+    def taken(self, slots: Sequence[int], num_slots: int) -> np.ndarray:
         """Returns slots for a pass: these, and others that have no rows.
 
         Args:
-            slots: The slots that have rows, at most `most` of them; None: any other.
+            slots: The slots that have rows, at most `most` of them.
             num_slots: Number of all slots.
         """
         others = (slot for slot in range(num_slots) if slot not in slots)
-        found = [next(others) if slot is None else slot for slot in slots]
-        found += itertools.islice(others, self.most - len(found))
+        found = [*slots, *itertools.islice(others, self.most - len(slots))]
         return np.array(found, np.int32)
 
     def prepare(

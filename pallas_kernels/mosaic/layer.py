@@ -16,7 +16,6 @@ References:
     LoRAFusion, arXiv 2510.00206, section 5.1, Figures 9 to 11.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,12 +44,14 @@ from jaxlora.pallas_kernels.operands import (
     Blocks,
     Operands,
     Term,
+    finite,
     make_operands,
+    marked,
     padded_rank,
     weigh,
 )
 from jaxlora.pallas_kernels.parts import Parts
-from jaxlora.pallas_kernels.projection import RANK_STEP, KernelSettings, Projection
+from jaxlora.pallas_kernels.projection import RANK_STEP, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 from jaxlora.pallas_kernels.quantized.rows import row_scale
 from jaxlora.pallas_kernels.row_function import RowArguments, RowFunction
@@ -92,36 +93,17 @@ def forward(
         a = [_swap_last_axes(a) for a in given.a]
         settings = given.settings
         if given.blocks.shared is not None:
-            each = zip(settings, projections, strict=True)
-            settings = [_marked(one, p.b) for one, p in each]
+            settings = marked(settings, projections)
         s = shrink(x, a, settings, given.blocks, _masks(given))
     y = []
     for i, p in enumerate(projections):
         b = _swap_last_axes(given.b[i]) if w_transposed else given.b[i]
         blocks, transposed = given.blocks, w_transposed
-        b = b if blocks.shared is None else _finite(b)
+        b = b if blocks.shared is None else finite(b)
         term = Term(x, p.dense_w, s[i], b, given.settings[i])
         work = expand_work([term], layer, blocks, p.bias, transposed=transposed)
         y.append(run_expand(work))
     return y, s
-
-
-def _finite(table: Float[Array, "G _ _"]) -> Float[Array, "G _ _"]:
-    """Replaces values that are not finite by zeros.
-
-    Where slots share blocks of rows, they multiply other slots' zeros. The slot's own
-    rows do not depend on them: s or its gradient is NaN there.
-    """
-    return jnp.where(jnp.isfinite(table), table, 0)
-
-
-def _marked(settings: KernelSettings, b: Float[Array, "G R N"]) -> KernelSettings:
-    """Makes s NaN in slots whose B is not finite, which expand does not see."""
-    assert settings.factor is not None and settings.index is not None
-    is_finite = jnp.isfinite(b).all((1, 2))
-    factor = jnp.where(is_finite, settings.factor[settings.index[0]], jnp.nan)
-    own = settings.only("factor")
-    return dataclasses.replace(own, factor=factor[None], index=jnp.zeros(1, jnp.int32))
 
 
 def _bad_blocks(rows: Sequence[Float[Array, "T R"]]) -> Bool[Array, " NB"]:
@@ -203,7 +185,7 @@ def backward(
     own = [weigh(one, row_weights) for one in made], settings, blocks, masks
     outers.append(outer_work(x, *own, transposed=is_swapped, **more))
     a = [_swap_last_axes(a) for a in given.a] if w_transposed else given.a
-    a = a if blocks.shared is None else [_finite(one) for one in a]
+    a = a if blocks.shared is None else [finite(one) for one in a]
     w, of_terms = [p.dense_w for p in projections], masks or [None] * len(dy)
     each = zip(dy, w, made, a, settings, of_terms, strict=True)
     terms = [Term(*one) for one in each]

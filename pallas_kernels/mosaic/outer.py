@@ -82,7 +82,7 @@ def outer_ring(
         wide_smem=Smem((stages, ROWS, columns), dtype),
         narrow_smem=Smem((stages, *narrow), dtype),
         words_smem=Smem.flat(stages, *words) if mask else None,
-        sum_smem=Smem(sum_shape, jnp.float32, is_tiled=width == STEP or not transposed),
+        sum_smem=Smem(sum_shape, jnp.float32),
     )
 
 

@@ -415,7 +415,9 @@ def outer_work(
         is_bad: Whether wide may hold a NaN or an infinity in each shared block, [NB].
     """
     k, r = wide.shape[1], narrow[0].shape[1]
-    out_r = num_ranks if transposed and num_ranks else r
+    out_r = r
+    if transposed and num_ranks:  # whole tiles of eight, or a part of one
+        out_r = num_ranks if num_ranks < 8 else -(-num_ranks // 8) * 8
     width, columns = outer_width_for(blocks, r), TILE_COLUMNS
     if width < STEP:
         narrow = [_by_color(one, blocks.shared) for one in narrow]

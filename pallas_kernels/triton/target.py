@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 from jaxlora.pallas_kernels import device
-from jaxlora.pallas_kernels.operands import unsupported_linear
-from jaxlora.pallas_kernels.projection import LinearShape
+from jaxlora.pallas_kernels.operands import padded_rank, unsupported_linear
+from jaxlora.pallas_kernels.projection import RANK_STEP, LinearShape, Projection
 from jaxlora.pallas_kernels.quantized.fp8 import Fp8Weight
 
 _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
@@ -19,6 +19,7 @@ _OLDEST = 80  # Ampere: the first with bfloat16 products and asynchronous copies
 _OTHER_PRODUCTS = range(90, 120)
 HOPPER = 90
 _INTERPRETED_SMS = 4
+MOST_GATHERED = 2  # linears whose s one kernel computes
 _ALIGNED_FEATURES = 8  # rows of 16 bytes, which one asynchronous copy moves
 _MISSING = (
     "the package {} is not installed (run `pip install 'jaxlora[triton]'`)".format
@@ -130,3 +131,19 @@ def unsupported(shape: LinearShape) -> str | None:
     if shape.weight_format == Fp8Weight.format:
         return "its kernels have no products with fp8 weights"
     return unsupported_linear(shape, multiple=_ALIGNED_FEATURES)
+
+
+def unsupported_gather(
+    projections: Sequence[Projection], *, is_gradient: bool
+) -> str | None:
+    """Returns why `gather` cannot compute s or ds of some linears, or None."""
+    if _TARGET.value is None and device.planned_device() is not None:
+        return "plans are made where its packages may be missing"
+    if (reason := unsupported_device()) is not None:
+        return reason
+    if not is_gradient and any(p.dropout is not None for p in projections):
+        return "it has no masks"
+    rank = padded_rank(max(p.a.shape[2] for p in projections))
+    if len(projections) > MOST_GATHERED or rank > RANK_STEP:
+        return f"{len(projections)} side products of rank {rank} leave no room"
+    return None

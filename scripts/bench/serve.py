@@ -437,6 +437,20 @@ class Load:
         moved()
         yield _row("park and bring back, host", _median(move, 3) / len(some))
         yield _row("park and bring back, to the end", _median(moved) / len(some))
+        here = engine.begin_copy(some[0])().parked.by_kind()
+        engine.park(some[0])
+        began = time.perf_counter()
+        parked = engine.begin_copy(some[0])().parked.by_kind()
+        seconds = time.perf_counter() - began
+        engine.bring(some[0])
+        back = engine.begin_copy(some[0])().parked.by_kind()
+        same = all(
+            np.array_equal(array, other[kind][path])
+            for kind, own in here.items()
+            for path, array in own.items()
+            for other in (parked, back)
+        )
+        yield _row("copy of a parked adapter", seconds) | {"same_bits": same}
         for one in some:
             engine.close(one)
 

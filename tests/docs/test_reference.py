@@ -10,8 +10,14 @@ import pytest
 
 from jaxlora.config import DataConfig, LoraJob, RunConfig
 from jaxlora.config.generation_settings import SamplesConfig
-from jaxlora.config.serve_config import Quota, RequestLimits, Retention, ServeConfig
-from jaxlora.config.session_config import SamplingConfig, SessionConfig
+from jaxlora.config.serve_config import (
+    Quota,
+    RequestLimits,
+    Retention,
+    ServeConfig,
+    ServerSession,
+)
+from jaxlora.config.session_config import SamplingConfig
 from jaxlora.config.space import Space
 from jaxlora.config.sweep_config import Metric, RuleName, Sweep
 from jaxlora.run import events
@@ -74,7 +80,7 @@ def check_defaults(model: type[pydantic.BaseModel], table: dict[str, str]) -> No
     ("model", "section"),
     [
         (ServeConfig, "Settings"),
-        (SessionConfig, "Slots and microbatches"),
+        (ServerSession, "Slots and microbatches"),
         (SamplingConfig, "Sampling"),
         (Quota, "Quotas"),
         (RequestLimits, "Limits of a request"),

@@ -14,7 +14,7 @@ import pytest
 
 from jaxlora.serve.tinker import messages
 from tests import tiny
-from tests.jaxlora.serve.running import running_server
+from tests.jaxlora.serve.running import free_port, running_server, start_server
 from tests.jaxlora.session.conftest import SETTINGS
 
 pytestmark = pytest.mark.live
@@ -55,6 +55,35 @@ def test_all_public_methods(python, tmp_path):
     with running_server(tmp_path, model, limits={"tokens": 100}) as address:
         said = run(python, HERE / "tinker_client.py", model, **client(address))
     assert "methods of tinker" in said
+
+
+@needs_client
+def test_a_client_does_not_notice_that_the_server_is_killed(tmp_path):
+    """Its losses are the same to the bit."""
+    model, found = tiny.write_model(tmp_path / "model"), []
+    for kills in ([], [3, 7]):
+        folder, port = tmp_path / f"{len(kills)}", free_port()
+        folder.mkdir()
+        server = start_server(folder, model, port)
+        environment = {"PYTHONPATH": ""} | client(f"http://127.0.0.1:{port}")
+        with subprocess.Popen(
+            [PYTHONS[0], HERE / "tinker_loop.py", model, "12"],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as training:
+            losses = []
+            for line in training.stdout:
+                losses.append(line)
+                if len(losses) in kills:
+                    server.kill()
+                    server.wait()
+                    server = start_server(folder, model, port)
+        server.terminate()
+        server.wait()
+        assert training.returncode == 0 and len(losses) == 12
+        found.append(losses)
+    assert found[0] == found[1]
 
 
 DESCRIBE = """

@@ -750,8 +750,8 @@ _CALLS = (
     ),
     _mutant(
         "rows of an adapter run with the slot of another one",
-        "found = [next(others) if slot is None else slot for slot in slots]",
-        "found = [next(others) if slot is None else slot for slot in slots[::-1]]",
+        "found = [*slots, *itertools.islice(",
+        "found = [*slots[::-1], *itertools.islice(",
         f"{_SESSION}/test_losses.py",
     ),
     _mutant(

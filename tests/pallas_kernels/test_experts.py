@@ -1,5 +1,6 @@
 """Linears of experts: rows, products and gradients beside loops in float64."""
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -25,14 +26,17 @@ from jaxlora.pallas_kernels import (
     combine_rows,
     dropout_keys,
     expert_gate,
+    expert_input,
     expert_linears,
     expert_output,
     gather_rows,
     route_rows,
 )
 from jaxlora.pallas_kernels.experts import of_rows
+from jaxlora.pallas_kernels.triton import target as triton
 from tests.oracle import relative_error
-from tests.pallas_kernels.fused import back_ends, mosaic_kernels
+from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels.fused import ON_GPU, back_ends, mosaic_kernels
 
 BACK_ENDS = back_ends()
 RATES = 0.0, 0.4
@@ -145,11 +149,17 @@ def both_ways(x, weights, projections, dy, expert_ids, block_adapter, sizes, opt
     plan = route_rows(expert_ids, block_adapter, *sizes, block_rows=block_rows)
 
     def run(x, weights, projections):
-        rows, given = gather_rows(x, plan), dict(options)
+        given = dict(options)
+        kernels = {"implementation": given.get("implementation", "xla")}
+        rows, s = expert_input(x, projections, plan, **kernels)
         if not given.pop("combined", False):
+            given["s"] = s
             outputs = expert_linears(rows, projections, plan, **given)
             return [combine_rows(y, weights, plan) for y in outputs]
-        return [expert_output(rows, p, weights, plan, **given) for p in projections]
+        return [
+            expert_output(rows, p, weights, plan, s=s and s[i], **given)
+            for i, p in enumerate(projections)
+        ]
 
     y, back = jax.vjp(run, x, weights, projections)
     return y, *back(list(dy))
@@ -311,20 +321,57 @@ def test_kernels_have_the_contracts_and_the_values_of_the_definition(name):
     assert_same_bits(own(problem, beside_nan), own(problem, got))
 
 
-def test_adapters_that_share_blocks_keep_their_values_and_bits():
+@contextlib.contextmanager
+def gathering_kernels():
+    """Mosaic kernels, with s of Triton's copies of rows."""
+    on_cpu = triton.interpreted(triton_interpreter.run)
+    with mosaic_kernels(), contextlib.nullcontext() if ON_GPU else on_cpu:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "kernels"),
+    [(16, mosaic_kernels), (16, gathering_kernels), (64, gathering_kernels)],
+)
+def test_adapters_that_share_experts_keep_their_values_and_bits(block_rows, kernels):
     """Some experts have two adapters in a block of 64, and NaN stays with its owner."""
     sizes = {"num_experts": 3, "unused": (1,), "k": 1, "bias": True}
-    problem = experts((0, 1, -1, 1, 0), **sizes, dtype=jnp.bfloat16)
+    problem = experts((0, 1, -1, 1, 0), **sizes, dtype=jnp.float16)
     wanted = results(problem, combined=True)
-    options = {"implementation": "mosaic", "combined": True, "block_rows": 16}
+    options = {"implementation": "mosaic", "combined": True, "block_rows": block_rows}
     alone = np.where(problem.block_adapter == 0, 0, -1)
-    with mosaic_kernels():
+    with kernels():
         got = results(problem, **options)
         beside_nan = results(with_nan(problem), **options)
         alone = results(dataclasses.replace(problem, block_adapter=alone), **options)
     assert_close(got, wanted, 4e-3)
     assert_same_bits(own(problem, beside_nan), own(problem, got))
     assert_same_bits(own(problem, alone), own(problem, got))
+
+
+@pytest.mark.parametrize("block_rows", [64, 16])
+def test_copies_of_rows_come_with_s(block_rows):
+    """Padding of blocks of 64 is zero, and s tells of infinities in shared slots' B."""
+    problem = experts((0, 1, -1, 1, 0), num_experts=3, dtype=jnp.float16)
+    x, (one,), blocks = problem.x, problem.projections, problem.block_adapter
+    plan = route_rows(
+        problem.expert_ids, jnp.asarray(blocks), 3, 2, block_rows=block_rows
+    )
+    one = dataclasses.replace(one, b=one.b.at[2, 0, 0].set(jnp.inf))
+    with gathering_kernels():
+        rows, (s,) = expert_input(x, [one], plan, implementation="mosaic")
+    first = plan.slot.reshape(-1, 64 // block_rows)[:, 0]
+    is_live = np.repeat(first >= 0, 64)
+    wanted = np.asarray(gather_rows(x, plan))
+    np.testing.assert_array_equal(rows[is_live], wanted[is_live])
+    slot = np.repeat(plan.slot, block_rows)
+    is_bad = slot == 2 if block_rows == 16 else np.zeros(len(slot), bool)
+    assert np.isnan(s[is_bad]).all() and is_bad.any() == (block_rows == 16)
+    own = (slot >= 0) & ~is_bad
+    a = np.asarray(one.a.astype(x.dtype), np.float64)[slot[own]]
+    factor = np.asarray(one.scaling)[slot[own] % 2, None]
+    expected = factor * np.einsum("tk,tkr->tr", wanted[own].astype(np.float64), a)
+    assert relative_error(s[own, : a.shape[2]], expected) < 1e-3
 
 
 @pytest.mark.parametrize("weight", [Nf4Weight, Int8Weight, Fp8Weight, Mxfp4Weight])

@@ -21,9 +21,9 @@ from jaxlora.pallas_kernels import (
     Dropout,
     Projection,
     block_rows_for,
+    expert_input,
     expert_linears,
     expert_output,
-    gather_rows,
     route_rows,
 )
 from jaxlora.sharding.expert import all_rows, first_expert, from_experts, to_experts
@@ -130,10 +130,13 @@ class ExpertLinears(nnx.Module):
             num_parts=self.parts,
             first_expert=first_one,
         )
-        copies, formats = gather_rows(x, plan), {p.weight_format for p in before}
-        calls = [before] if len(formats) == 1 else [[p] for p in before]
+        copies, s = expert_input(x, before, plan, **kernels)
+        is_alike = len({p.weight_format for p in before}) == 1
+        calls = [slice(None)] if is_alike else [slice(i, i + 1) for i in range(2)]
         read = [
-            y for call in calls for y in expert_linears(copies, call, plan, **kernels)
+            y
+            for i in calls
+            for y in expert_linears(copies, before[i], plan, s=s and s[i], **kernels)
         ]
         y = expert_output(self.activation(*read), after, weights, plan, **kernels)
         if self.parts == 1:

@@ -176,9 +176,18 @@ class BatchLoss:
         nll = np.zeros(num_rows, np.float32)
         for place, own in zip(self._places, logprobs, strict=True):
             nll[place] = -own
-        with jax.default_device(jax.devices("cpu")[0]):
+        with jax.default_device(_host()):
             found = _program(objective.name)(nll, inputs, groups)
         return jax.device_get(found)
+
+
+@functools.cache
+def _host() -> jax.Device:
+    """Returns the device for this, which is not the one that trains if it can be."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return jax.devices()[0]
 
 
 @functools.lru_cache(maxsize=32)

@@ -28,8 +28,8 @@ _SCHEME = "tinker://"
 _LINK_SECONDS = 3600.0
 _MOST_LISTED = 1000
 
-Reader = Annotated[Principal, Depends(allowed("read"))]
-Trainer = Annotated[Principal, Depends(allowed("train"))]
+MayRead = Annotated[Principal, Depends(allowed("read"))]
+MayTrain = Annotated[Principal, Depends(allowed("train"))]
 Limit = Annotated[int, Query(ge=1, le=_MOST_LISTED)]
 Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
 
@@ -118,27 +118,26 @@ def _next(entry: Entry) -> Mapping[str, Any]:
 
 def settled(server: Server, entry: Entry) -> Entry | None:
     """Returns the entry of a checkpoint as it is by now; None: it is not there yet."""
-    found, new = entry, _next(entry)
+    registry, address = server.registry, (entry.tenant, entry.kind, entry.id)
+    new = _next(entry)
     if new and (size := _size(server, new["key"])) is not None:
-        age = 0.0 if new["ttl"] is None else new["ttl"]
-        changes: dict[str, Any] = {name: new[name] for name in ("seq_id", "metadata")}
-        found = server.registry.touch(entry.tenant, entry.kind, entry.id)
-        found = server.registry.update(
-            *(entry.tenant, entry.kind, entry.id),
+        now, ttl = registry.touch(*address).touched_at, new["ttl"]
+        found = registry.update(
+            *address,
             key=new["key"],
+            seq_id=new["seq_id"],
+            metadata=new["metadata"],
             next=None,
             num_bytes=size,
-            expires_at=found.touched_at + age if age else None,
-            **changes,
+            expires_at=None if ttl is None else now + ttl,
         )
         server.storage.delete(entry.fields["key"])
-    elif not entry.num_bytes:
-        if (size := _size(server, entry.fields["key"])) is None:
-            return None
-        found = server.registry.update(
-            entry.tenant, entry.kind, entry.id, num_bytes=size
-        )
-    return found
+        return found
+    if entry.num_bytes:
+        return entry
+    if (size := _size(server, entry.fields["key"])) is None:
+        return None
+    return registry.update(*address, num_bytes=size)
 
 
 def _size(server: Server, key: str) -> int | None:
@@ -162,7 +161,8 @@ def readable(server: Server, principal: Principal, path: str) -> Entry:
     return found
 
 
-def _iso(seconds: float) -> str:
+def iso(seconds: float) -> str:
+    """Returns Unix seconds as the client reads times."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
@@ -173,12 +173,12 @@ def _checkpoint(entry: Entry) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{kind}/{name}",
         "checkpoint_type": KINDS[kind],
-        "time": _iso(entry.created_at),
+        "time": iso(entry.created_at),
         "tinker_path": f"{_SCHEME}{entry.id}",
         "size_bytes": entry.num_bytes,
         "public": entry.is_public,
         "user_metadata": entry.fields.get("metadata"),
-        "expires_at": None if expires is None else _iso(expires),
+        "expires_at": None if expires is None else iso(expires),
     }
 
 
@@ -199,7 +199,7 @@ def _run(server: Server, model: Entry) -> dict[str, Any]:
         "is_lora": True,
         "corrupted": False,
         "lora_rank": model.fields["lora"]["rank"],
-        "last_request_time": _iso(model.touched_at),
+        "last_request_time": iso(model.touched_at),
         "last_checkpoint": last.get("training"),
         "last_sampler_checkpoint": last.get("sampler"),
         "user_metadata": model.fields.get("metadata"),
@@ -228,28 +228,28 @@ def _add_lists(api: APIRouter, server: Server) -> None:
     registry = server.registry
 
     @api.get("/training_runs")
-    def training_runs(who: Reader, limit: Limit = 20, offset: Offset = 0) -> Any:
+    def training_runs(who: MayRead, limit: Limit = 20, offset: Offset = 0) -> Any:
         entries, cursor = _page(server, who.tenant, "model", limit, offset)
         runs = [_run(server, entry) for entry in entries]
         return {"training_runs": runs, "cursor": cursor}
 
     @api.get("/training_runs/{run}")
-    def training_run(who: Reader, run: str) -> Any:
+    def training_run(who: MayRead, run: str) -> Any:
         return _run(server, registry.owned(who.tenant, "model", run))
 
     @api.get("/training_runs/{run}/checkpoints")
-    def checkpoints_of_run(who: Reader, run: str) -> Any:
+    def checkpoints_of_run(who: MayRead, run: str) -> Any:
         registry.owned(who.tenant, "model", run)
         entries = registry.list(who.tenant, "checkpoint", parent=run)
         return {"checkpoints": _checkpoints(server, entries)}
 
     @api.get("/checkpoints")
-    def checkpoints(who: Reader, limit: Limit = 100, offset: Offset = 0) -> Any:
+    def checkpoints(who: MayRead, limit: Limit = 100, offset: Offset = 0) -> Any:
         entries, cursor = _page(server, who.tenant, "checkpoint", limit, offset)
         return {"checkpoints": _checkpoints(server, entries), "cursor": cursor}
 
     @api.post("/weights_info")
-    async def weights_info(who: Reader, request: Request) -> Any:
+    async def weights_info(who: MayRead, request: Request) -> Any:
         body = await read(request, OfPath)
         entry = await asyncio.to_thread(readable, server, who, body.tinker_path)
         lora = entry.fields["lora"]
@@ -269,27 +269,27 @@ def _add_changes(api: APIRouter, server: Server) -> None:
         return settled(server, entry) or entry
 
     @api.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
-    def delete(who: Trainer, run: str, kind: str, name: str) -> Any:
+    def delete(who: MayTrain, run: str, kind: str, name: str) -> Any:
         entry = owned(who, run, kind, name)
         registry.delete(who.tenant, "checkpoint", entry.id)
         server.storage.delete(entry.fields["key"])
         return {}
 
     @api.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish")
-    def publish(who: Trainer, run: str, kind: str, name: str) -> Any:
+    def publish(who: MayTrain, run: str, kind: str, name: str) -> Any:
         entry = owned(who, run, kind, name)
         registry.update(who.tenant, "checkpoint", entry.id, is_public=True)
         return {}
 
     @api.delete("/training_runs/{run}/checkpoints/{kind}/{name}/publish")
-    def unpublish(who: Trainer, run: str, kind: str, name: str) -> Any:
+    def unpublish(who: MayTrain, run: str, kind: str, name: str) -> Any:
         entry = owned(who, run, kind, name)
         registry.update(who.tenant, "checkpoint", entry.id, is_public=False)
         return {}
 
     @api.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
     async def set_ttl(
-        who: Trainer, run: str, kind: str, name: str, request: Request
+        who: MayTrain, run: str, kind: str, name: str, request: Request
     ) -> Any:
         body = await read(request, SetTtl)
 
@@ -308,13 +308,13 @@ def _add_downloads(api: APIRouter, server: Server) -> None:
         return (server.config.public_url or str(request.base_url)).rstrip("/")
 
     @api.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
-    def archive(who: Reader, run: str, kind: str, name: str, request: Request) -> Any:
+    def archive(who: MayRead, run: str, kind: str, name: str, request: Request) -> Any:
         entry = readable(server, who, f"{_SCHEME}{run}/{kind}/{name}")
         link = server.links.path(entry.fields["key"], _LINK_SECONDS)
         return RedirectResponse(base_url(request) + link, 302)
 
     @api.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
-    def urls(who: Reader, run: str, kind: str, name: str, request: Request) -> Any:
+    def urls(who: MayRead, run: str, kind: str, name: str, request: Request) -> Any:
         entry = readable(server, who, f"{_SCHEME}{run}/{kind}/{name}")
         key = entry.fields["key"]
         found = server.storage.signed_urls(key, _LINK_SECONDS)
@@ -325,4 +325,4 @@ def _add_downloads(api: APIRouter, server: Server) -> None:
                 for file in server.storage.files(key)
             }
         ends = datetime.datetime.now(datetime.UTC).timestamp() + _LINK_SECONDS
-        return {"urls": found, "expires": _iso(ends)}
+        return {"urls": found, "expires": iso(ends)}

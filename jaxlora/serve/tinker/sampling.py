@@ -28,7 +28,7 @@ from jaxlora.session.samples import SampleCall, SampleResult
 SampleOutcome = SampleResult | Failed
 _SEEDS = 2**31
 
-Taster = Annotated[Principal, Depends(allowed("sample"))]
+MaySample = Annotated[Principal, Depends(allowed("sample"))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -295,13 +295,13 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
     api = APIRouter()
 
     @api.post("/create_sampling_session")
-    async def create_sampling_session(who: Taster, request: Request) -> Any:
+    async def create_sampling_session(who: MaySample, request: Request) -> Any:
         body = await read(request, bodies.CreateSampler)
         id = await asyncio.to_thread(samplers.create, who, body)
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     @api.get("/samplers/{id}")
-    def get_sampler(who: Taster, id: str) -> Any:
+    def get_sampler(who: MaySample, id: str) -> Any:
         fields = server.registry.owned(who.tenant, "sampler", id).fields
         return {
             "sampler_id": id,
@@ -310,7 +310,7 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
         }
 
     @api.post("/asample")
-    async def asample(who: Taster, request: Request) -> Any:
+    async def asample(who: MaySample, request: Request) -> Any:
         content = await request.body()
         body = bodies.parsed(content, bodies.Sample)
         sample = samplers.submit(who, content, body)
@@ -318,7 +318,7 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
         return {"request_id": sample.request_id, "sample_sequence_ids": ids}
 
     @api.post("/cancel_future")
-    async def cancel_future(who: Taster, request: Request) -> Any:
+    async def cancel_future(who: MaySample, request: Request) -> Any:
         body = await read(request, bodies.Retrieve)
         samplers.cancel(who.tenant, body.request_id)
         return {}

@@ -1,7 +1,6 @@
 """Routes about clients themselves: their configuration, sessions, and the server."""
 
 import asyncio
-import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -11,11 +10,11 @@ from jaxlora.serve.registry import Entry
 from jaxlora.serve.server import Server
 from jaxlora.serve.tinker import bodies
 from jaxlora.serve.tinker.bodies import read
-from jaxlora.serve.tinker.checkpoints import Limit, Offset
+from jaxlora.serve.tinker.checkpoints import Limit, Offset, iso
 from jaxlora.serve.tinker.training import unload
 
 Anyone = Annotated[Principal, Depends(authenticate)]
-Reader = Annotated[Principal, Depends(allowed("read"))]
+MayRead = Annotated[Principal, Depends(allowed("read"))]
 # A datum has 4 bytes for a token, and 8 for its target.
 _LEAST_TOKEN_BYTES = 12
 _CHUNK_BYTES, _CHUNK_DATUMS = 5_000_000, 1024
@@ -181,12 +180,12 @@ def _add_lists(api: APIRouter, server: Server) -> None:
     registry = server.registry
 
     @api.get("/sessions")
-    def sessions(who: Reader, limit: Limit = 20, offset: Offset = 0) -> Any:
+    def sessions(who: MayRead, limit: Limit = 20, offset: Offset = 0) -> Any:
         found = registry.list(who.tenant, "session", limit=limit, offset=offset)
         return {"sessions": [entry.id for entry in found]}
 
     @api.get("/sessions/{id}")
-    def session(who: Reader, id: str) -> Any:
+    def session(who: MayRead, id: str) -> Any:
         entry = registry.owned(who.tenant, "session", id)
         runs, samplers = (
             [one.id for one in registry.list(who.tenant, kind, parent=id)]
@@ -200,7 +199,7 @@ def _add_lists(api: APIRouter, server: Server) -> None:
         }
 
     @api.post("/sessions/search")
-    async def search(who: Reader, request: Request) -> Any:
+    async def search(who: MayRead, request: Request) -> Any:
         body = await read(request, Search)
         return await asyncio.to_thread(_search, server, who, body)
 
@@ -219,7 +218,7 @@ def _search(server: Server, who: Principal, body: Search) -> dict[str, Any]:
     cursor = None
     if len(found) > len(page):
         cursor = {
-            "last_created_at": _iso(page[-1].created_at),
+            "last_created_at": iso(page[-1].created_at),
             "last_session_id": page[-1].id,
         }
     summaries = [_summary(server, entry) for entry in page]
@@ -258,7 +257,7 @@ def _summary(server: Server, entry: Entry) -> dict[str, Any]:
     ]
     return {
         "session_id": entry.id,
-        "created_at": _iso(entry.created_at),
+        "created_at": iso(entry.created_at),
         "owner": entry.tenant,
         "project_id": "",
         "status": _status(entry),
@@ -267,10 +266,6 @@ def _summary(server: Server, entry: Entry) -> dict[str, Any]:
         "user_metadata": entry.fields.get("metadata"),
         "checkpoint_storage_bytes": sum(one.num_bytes for one in saved),
     }
-
-
-def _iso(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
 def _add_absent(api: APIRouter, path: str, what: str) -> None:

@@ -7,6 +7,7 @@ promise then fails, as a gap would hold up all requests after it.
 """
 
 import asyncio
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -48,8 +49,9 @@ POLL_SECONDS = 30.0
 _LARGE_BODY = 2**17
 _RETRY_SECONDS = 1.0
 _MOST_KNOWN = 10_000
+_NOTE_SECONDS = 60.0  # how exactly a client is told when a model was last used
 
-Trainer = Annotated[Principal, Depends(allowed("train"))]
+MayTrain = Annotated[Principal, Depends(allowed("train"))]
 Anyone = Annotated[Principal, Depends(authenticate)]
 
 
@@ -67,6 +69,7 @@ class Models:
         """Makes the object for a server."""
         self._server = server
         self._known: dict[tuple[str, str], Entry] = {}
+        self._noted: dict[str, float] = {}  # when a model's use was noted, in seconds
 
     # ---- creation --------------------------------------------------------------------
 
@@ -203,7 +206,13 @@ class Models:
             found = self._server.registry.owned(who.tenant, "model", id)
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
+                self._noted.clear()
             self._known[who.tenant, id] = found
+        now = time.monotonic()
+        if now - self._noted.get(id, now) >= _NOTE_SECONDS:
+            self._server.registry.touch(who.tenant, "model", id)
+            self._noted[id] = now
+        self._noted.setdefault(id, now)
         return found
 
     def submit(
@@ -383,12 +392,12 @@ async def _accepted(promise: Promise) -> dict[str, str]:
 
 def _add_models(api: APIRouter, server: Server, models: Models) -> None:
     @api.post("/create_model")
-    async def create_model(who: Trainer, request: Request) -> Any:
+    async def create_model(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.CreateModel)
         return await _accepted(await asyncio.to_thread(models.create, who, body))
 
     @api.post("/load_weights")
-    async def load_weights(who: Trainer, request: Request) -> Any:
+    async def load_weights(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.LoadWeights)
         if body.model_id is None or body.seq_id is None:
             return await _accepted(await asyncio.to_thread(models.load_new, who, body))
@@ -399,7 +408,7 @@ def _add_models(api: APIRouter, server: Server, models: Models) -> None:
         )
 
     @api.post("/get_info")
-    async def get_info(who: Trainer, request: Request) -> Any:
+    async def get_info(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OfModel)
         model = server.registry.owned(who.tenant, "model", body.model_id)
         name = model.fields["base_model"]
@@ -418,7 +427,7 @@ def _add_models(api: APIRouter, server: Server, models: Models) -> None:
         }
 
     @api.post("/unload_model")
-    async def unload_model(who: Trainer, request: Request) -> Any:
+    async def unload_model(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OfModel)
         model = server.registry.owned(who.tenant, "model", body.model_id)
         return await _accepted(unload(server, model))
@@ -451,16 +460,16 @@ def _add_passes(api: APIRouter, models: Models) -> None:
         return await _accepted(accept())
 
     @api.post("/forward_backward")
-    async def forward_backward(who: Trainer, request: Request) -> Any:
+    async def forward_backward(who: MayTrain, request: Request) -> Any:
         name = "forward_backward_input"
         return await submit(who, request, name, may_be_protobuf=True)
 
     @api.post("/forward")
-    async def forward(who: Trainer, request: Request) -> Any:
+    async def forward(who: MayTrain, request: Request) -> Any:
         return await submit(who, request, "forward_input", may_be_protobuf=False)
 
     @api.post("/optim_step")
-    async def optim_step(who: Trainer, request: Request) -> Any:
+    async def optim_step(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OptimStep)
         make = lambda model: _step(body)
         return await _accepted(models.submit(who, body.model_id, body.seq_id, make))
@@ -482,16 +491,16 @@ def _add_saves(api: APIRouter, models: Models, samplers: Samplers) -> None:
         return await _accepted(await asyncio.to_thread(accept))
 
     @api.post("/save_weights")
-    async def save_weights(who: Trainer, request: Request) -> Any:
+    async def save_weights(who: MayTrain, request: Request) -> Any:
         return await submit(who, request, bodies.SaveWeights, models.save)
 
     @api.post("/save_weights_for_sampler")
-    async def save_weights_for_sampler(who: Trainer, request: Request) -> Any:
+    async def save_weights_for_sampler(who: MayTrain, request: Request) -> Any:
         make = lambda model, body: models.publish(model, body, samplers)
         return await submit(who, request, bodies.SaveForSampler, make)
 
     @api.post("/save_weights_external")
-    async def save_weights_external(who: Trainer, request: Request) -> Any:
+    async def save_weights_external(who: MayTrain, request: Request) -> Any:
         return await submit(who, request, bodies.SaveExternal, models.save_external)
 
 

@@ -25,6 +25,7 @@ from jaxlora.pallas_kernels import (
     Projection,
     RowPlan,
     block_rows_for,
+    expert_input,
     expert_linears,
     expert_output,
     gather_rows,
@@ -207,7 +208,8 @@ def layer(given: Operands) -> Any:
     def forward(x, weights, tables):
         *up, down = _with(given.linears, tables)
         plan, kernels = given.plan, {"implementation": "mosaic"}
-        h = swiglu(*expert_linears(gather_rows(x, plan), up, plan, **kernels))
+        rows, s = expert_input(x, up, plan, **kernels)
+        h = swiglu(*expert_linears(rows, up, plan, s=s, **kernels))
         return expert_output(h, down, weights, plan, **kernels)
 
     tables = [(p.a, p.b) for p in given.linears]

@@ -227,6 +227,46 @@ def test_a_mixture_equals_its_definition_in_float64(case):
     assert relative_error(actual[live], wanted[live]) < 1e-6
 
 
+def test_routes_and_output_of_a_token_depend_on_no_other():
+    """Its routes whatever the others are; its output if they keep their places.
+
+    The others are of another slot. Doubled, they have the same experts, and in another
+    order, each expert has as many of them.
+    """
+    block, spec, shape = block_of("olmoe")
+    x = np.random.default_rng(0).normal(size=(192, 32)).astype(np.float32)
+    own, count = slice(64, 128), jnp.arange(len(x))
+    rows = PackedRows(
+        ropes=layer_ropes(spec.config, count),
+        routing=Routing(block_adapter=jnp.array([1, 0, 1])),
+        segment_ids=jnp.zeros_like(count),
+        lengths=spec.options.lengths,
+        implementation="xla",
+    )
+    routes = jax.jit(lambda x: choose_experts(x @ block.gate[...], shape))
+
+    @jax.jit
+    def both_ways(x):
+        y, back = jax.vjp(lambda x: block(x, rows), x)
+        return y, *back(jnp.ones_like(y))
+
+    def with_others(change):
+        return np.concatenate([change(x[:64]), x[own], change(x[128:])])
+
+    alone = [np.asarray(one)[own] for one in (*routes(x), *both_ways(x))]
+    doubled, turned = (
+        with_others(lambda one: 2 * one),
+        with_others(lambda one: one[::-1]),
+    )
+    for other in (doubled, turned):
+        found = [np.asarray(one)[own] for one in (*routes(other), *both_ways(other))]
+        for one, wanted in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(one, wanted)
+    for change in (np.zeros_like, lambda one: one * np.nan):
+        for one, wanted in zip(routes(with_others(change)), alone[:2], strict=True):
+            np.testing.assert_array_equal(np.asarray(one)[own], wanted)
+
+
 def test_a_linear_without_slots_beside_one_that_drops():
     """`up` has none; `gate` drops features of the same input."""
     block, spec, _ = block_of("olmoe")

@@ -2,9 +2,9 @@
 
 Each is a fork of one that has imported everything, and reads a line of JSON for each:
 the arguments of `live`. A fork writes lines into a file: `ready`; `accepted KEY ID` as
-soon as a client may know that an operation is accepted; `outcome KEY TEXT`; `end`. An
-operation that was accepted is not sent again by the clients, except for some, whose ids
-must be the same.
+soon as a client may know that an operation is accepted; `outcome KEY TEXT`, or `again
+KEY TEXT` if an earlier process has told it; `end`. An operation that was accepted is
+not sent again by the clients, except for some, whose ids must be the same.
 """
 
 import functools
@@ -173,7 +173,8 @@ class Clients:
         text = {"kind": kind, "digest": digest, "is_done": isinstance(outcome, Done)}
         if kind == "Step":
             text["step"] = outcome.result.step
-        self.say("outcome", key, json.dumps(text))
+        word = "again" if key in self.told else "outcome"
+        self.say(word, key, json.dumps(text))
 
 
 def live(

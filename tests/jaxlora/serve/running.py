@@ -22,12 +22,10 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-@contextlib.contextmanager
-def running_server(
-    folder: pathlib.Path, model: pathlib.Path, **settings: Any
-) -> Iterator[str]:
-    """Serves a model of a folder; gives the address."""
-    port = free_port()
+def start_server(
+    folder: pathlib.Path, model: pathlib.Path, port: int, **settings: Any
+) -> subprocess.Popen:
+    """Serves a model of a folder; returns the process, which answers."""
     config = {
         "model": str(model),
         "folder": str(folder / "serve"),
@@ -40,10 +38,23 @@ def running_server(
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxlora", "serve", str(file), "--device", "cpu"]
     )
-    address = f"http://127.0.0.1:{port}"
     try:
-        _wait(process, address)
-        yield address
+        _wait(process, f"http://127.0.0.1:{port}")
+    except BaseException:
+        process.kill()
+        raise
+    return process
+
+
+@contextlib.contextmanager
+def running_server(
+    folder: pathlib.Path, model: pathlib.Path, **settings: Any
+) -> Iterator[str]:
+    """Serves a model of a folder; gives the address."""
+    port = free_port()
+    process = start_server(folder, model, port, **settings)
+    try:
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)

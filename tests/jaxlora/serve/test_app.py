@@ -67,6 +67,10 @@ def make(model, folder: pathlib.Path, **settings) -> tuple[Server, FastAPI]:
     async def rank(settings: Settings):
         return settings
 
+    @app.get("/wait")
+    async def wait():
+        await asyncio.sleep(3600)
+
     @app.get("/fail/{how}")
     async def fail(how: str):
         raise {
@@ -173,6 +177,31 @@ def test_a_body_that_does_not_come_is_given_up(server):
     (start, _) = asgi(app, {"headers": own}, never)
     assert start["status"] == 408
     assert statuses[0] == 429
+
+
+def test_a_long_poll_is_answered_when_the_server_ends(server):
+    """By then, uvicorn cancels what still runs."""
+    _, app = server
+    own = [(b"x-api-key", headers(server, "train")["x-api-key"].encode())]
+    scope = {"type": "http", "method": "GET", "path": "/wait", "headers": own}
+    scope |= {"query_string": b"", "root_path": "", "scheme": "http"}
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    async def poll():
+        task = asyncio.create_task(app(scope, receive, send))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    asyncio.run(poll())
+    assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
+    assert b"Send the request again" in sent[1]["body"]
 
 
 def test_pages_of_other_sites_cannot_use_a_local_server(local):

@@ -95,7 +95,7 @@ def live_through(processes, folder, model, num_steps: int, kills: list) -> dict:
             if word == "accepted":
                 key, request_id = rest
                 assert known.setdefault(key, request_id) == request_id
-            elif word == "outcome":
+            elif word in ("outcome", "again"):
                 key, text = rest
                 found = json.loads(text)
                 assert outcomes.setdefault(key, found) == found, key

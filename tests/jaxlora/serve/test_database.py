@@ -61,24 +61,29 @@ def test_an_error_in_a_transaction_undoes_it(database):
     assert database.secret("a") == secret != database.secret("b")
 
 
-def test_threads_that_write_wait_for_each_other(database):
-    """None of a hundred increments that read first is lost, and none fails."""
+def test_threads_that_write_wait_for_each_other(database, database_url):
+    """None of a hundred increments that read first is lost, and none fails.
+
+    Half of them are those of another process, such as `jaxlora keys`.
+    """
     value = module._SECRETS.c.value
     with database.writing() as connection:
         connection.execute(module._SECRETS.insert().values(name="n", value="0"))
 
-    def count() -> None:
+    def count(own: Database) -> None:
         for _ in range(25):
-            with database.writing() as connection:
+            with own.writing() as connection:
                 found = connection.scalar(sa.select(value).with_for_update())
                 new = str(int(found) + 1)
                 connection.execute(module._SECRETS.update().values(value=new))
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with opened(database_url) as other:
+        some = (database, other) * 2
+        threads = [threading.Thread(target=count, args=(own,)) for own in some]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     with database.reading() as connection:
         assert connection.scalar(sa.select(value)) == "100"
 

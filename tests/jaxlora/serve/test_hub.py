@@ -1,6 +1,8 @@
 """The hub runs the operations of models in their order, and keeps its promises."""
 
 import pathlib
+import sqlite3
+import threading
 import time
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from jaxlora.config.session_config import AdamParams, SessionConfig
-from jaxlora.errors import ConfigError, StorageError
+from jaxlora.errors import ConfigError
 from jaxlora.hf.load import load_model
 from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub, HubSettings, SeqConflict, Unavailable
@@ -47,8 +49,10 @@ def open_hub(tiny_model, tmp_path):
     """Opens hubs of one folder, one after the other."""
     opened = []
 
-    def open(*, starts: bool = True, clock=time.monotonic, **settings) -> Hub:
-        database = Database(f"sqlite:///{tmp_path}/jaxlora.db")
+    def open(
+        *, starts: bool = True, clock=time.monotonic, url: str = "", **settings
+    ) -> Hub:
+        database = Database(url or f"sqlite:///{tmp_path}/jaxlora.db")
         engine = Engine(tiny_model, SessionConfig(**SETTINGS))
         storage = Storage(tmp_path / "storage")
         hub = Hub(engine, storage, database, HubSettings(**settings), clock=clock)
@@ -202,38 +206,63 @@ def test_a_second_server_does_not_start(open_hub):
 
 def test_a_server_that_lost_the_database_acknowledges_nothing(open_hub):
     hub = open_hub()
+    run(hub, CREATE)
     with hub._ledger._database.writing() as connection:
         connection.execute(sa.text("update hub_owner set token = 'another'"))
-    late = hub.submit("t", "m", 1, CREATE)
+    late = hub.submit("t", "m", 2, STEP)
     with pytest.raises(ConfigError, match="another server has taken the database"):
         late.accepted.result(timeout=60)
     assert hub.status().health == "failed" and not hub.status().is_healthy
     assert hub.waiting("t").state == "paused_capacity"
     with pytest.raises(Unavailable, match="the server is failed"):
-        hub.submit("t", "m", 2, STEP)
+        hub.submit("t", "m", 3, STEP)
     assert not late.outcome.done()
 
 
-def test_a_full_disk_delays_and_drops_nothing(hub, monkeypatch):
+@pytest.mark.parametrize("fault", ["database is away", "disk is full"])
+def test_a_full_disk_delays_and_drops_nothing(hub, monkeypatch, fault):
     run(hub, CREATE, training_pass())
-    commit = hub._ledger._commit
+    engine = hub._ledger._database.engine
+    is_over = threading.Event()
 
-    def fail(entries):
-        raise StorageError("database or disk is full")
+    def fail(connection, *_):
+        if is_over.is_set():
+            size = 2**30
+        elif fault == "disk is full":
+            size = connection.execute("PRAGMA page_count").fetchone()[0]
+        else:
+            raise sqlite3.OperationalError(fault)
+        connection.execute(f"PRAGMA max_page_count={size}")
 
-    monkeypatch.setattr(hub._ledger, "_commit", fail)
-    late = hub.submit("t", "m", 3, STEP)
+    sa.event.listen(engine, "checkout", fail)
+    large = Pass(data=training_pass().data * 500, loss=CROSS_ENTROPY, is_training=False)
+    late = hub.submit("t", "m", 3, large)
     wait_for(lambda: hub.status().health == "paused")
     assert hub.waiting("t").state == "paused_capacity"
-    assert "disk is full" in hub.status().reason
-    assert hub.submit("t", "m", 3, STEP) is late  # a retry
-    with pytest.raises(Unavailable, match="disk is full"):
-        hub.submit("t", "m", 4, training_pass())
+    assert fault in hub.status().reason
+    assert hub.submit("t", "m", 3, large) is late  # a retry
+    with pytest.raises(Unavailable, match=fault):
+        hub.submit("t", "m", 4, STEP)
     assert not late.accepted.done() and not late.outcome.done()
-    monkeypatch.setattr(hub._ledger, "_commit", commit)
-    assert late.outcome.result(timeout=60).result.step == 1
-    assert late.accepted.done()
+    is_over.set()
+    assert isinstance(late.outcome.result(timeout=60), Done) and late.accepted.done()
+    assert run(hub, STEP, first=4)[0].result.step == 1
     assert hub.status().health == "running" and hub.waiting("t").state == "active"
+
+
+@pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
+def test_on_postgres(open_hub, database_url):
+    hub = open_hub(url=database_url, snapshot_steps=1)
+    run(hub, CREATE, *ROUND)
+    late = hub.submit("t", "m", 5, training_pass(2))
+    late.accepted.result(timeout=60)
+    with pytest.raises(ConfigError, match="another server uses the database"):
+        open_hub(url=database_url)
+    crash(hub)
+    again = open_hub(url=database_url)
+    assert again.promise("t", late.request_id).outcome.result(timeout=60)
+    (step,) = run(again, STEP, first=6)
+    assert step.result.step == 2
 
 
 class Clock:

@@ -17,8 +17,8 @@ import pytest
 import uvicorn
 
 from jaxlora import Callback, LoraJob, RunConfig, Trainer
-from jaxlora.config.serve_config import ServeConfig
-from jaxlora.config.session_config import AdamParams, SessionConfig
+from jaxlora.config.serve_config import ServeConfig, ServerSession
+from jaxlora.config.session_config import AdamParams
 from jaxlora.data.tokenizer import load_tokenizer
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import make_app, make_server
@@ -101,7 +101,7 @@ def config(tmp_path_factory):
         model_name="a <model> & more",
         folder=str(tmp_path_factory.mktemp("page") / "serve"),
         keys=True,
-        session=SessionConfig(**SETTINGS),
+        session=ServerSession(**SETTINGS),
         sampling=CONFIG,
     )
 

@@ -145,6 +145,24 @@ def test_a_fresh_adapter_without_a_slot_can_be_read(session, tmp_path):
         assert_same(state(session, name), state(session, "f"))
 
 
+def test_an_adapter_that_cannot_be_written_stays_in_memory(
+    tiny_model, make_adapter, tmp_path, monkeypatch, caplog
+):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    room = {"host_bytes": 1, "folder": tmp_path / "cold"}
+    session = new(tiny_model, make_adapter, "ab", **room)
+    train(session, "a", 1)
+    engine, wanted = session._engine, state(session, "a")
+    engine.park(engine.adapters["a"])
+    assert_same(state(session, "a"), wanted)
+    assert session.optim_step("a", RATE).result().step == 2
+    assert "stays in memory" in caplog.text
+    session.remove("a")
+
+
 def test_the_least_recently_used_leave_and_those_that_wait_stay(opened):
     session, data = opened(*"abcde"), datums(np.random.default_rng(4))
     engine = session._engine

@@ -21,5 +21,6 @@ def test_a_load_of_tenants(tmp_path):
         assert 0 < row["p50_s"] <= row["p99_s"] and row["of_offline"] > 0
     assert rows["P: 3 tenants"]["moves"]  # as there are two slots
     assert rows["L: lone request of 32 tokens, to the end"]["ms"] > 0
+    assert rows["copy of a parked adapter"]["same_bits"]
     tables = (tmp_path / "serve.md").read_text()
     assert "| P: 3 tenants |" in tables and "| offline trainer |" in tables

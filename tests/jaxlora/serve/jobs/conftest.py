@@ -50,8 +50,9 @@ class JobClient(TestClient):
 
     def wait(self, name, until=lambda job: job["status"] in OVER):
         """Returns a job as soon as it is as wanted."""
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 120
         while not until(job := self.job(name)):
+            assert job["status"] != "failed", job["reason"]
             assert time.monotonic() < deadline, job
             time.sleep(0.01)
         return job

@@ -1,7 +1,11 @@
 """Requests for jobs: what is refused, and how jobs pause, stop, copy and restart."""
 
+import concurrent.futures
+import contextlib
+import pathlib
 import shutil
 import sqlite3
+import threading
 
 import pytest
 
@@ -221,16 +225,32 @@ def test_jobs_of_other_tenants_do_not_exist(serve_in, rows, tmp_path):
 # ---- restarts ------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def frozen(hub):
+    """Holds the thread of the engine, when no other writes for it."""
+    is_held, may_go_on = threading.Event(), threading.Event()
+    hub._inbox.put(lambda: (is_held.set(), may_go_on.wait()))
+    assert is_held.wait(60)
+    concurrent.futures.wait([*hub._working])
+    hub._ledger.flush()
+    yield
+    may_go_on.set()
+
+
 def crashed(client, folder):
-    """Copies a server's files as a crash would leave them, database first."""
-    old = client.app.state.server.config.folder
-    (folder / "serve").mkdir()
+    """Copies a server's files as a crash would leave them."""
+    server, new = client.app.state.server, folder / "serve"
+    old = pathlib.Path(server.config.folder)
+    new.mkdir()
     with (
-        sqlite3.connect(f"{old}/serve.db") as source,
-        sqlite3.connect(folder / "serve" / "serve.db") as copy,
+        frozen(server.hub),
+        contextlib.closing(sqlite3.connect(old / "serve.db")) as source,
+        contextlib.closing(sqlite3.connect(new / "serve.db")) as copy,
     ):
         source.backup(copy)
-    shutil.copytree(f"{old}/files", folder / "serve" / "files")
+        # A file that vanishes meanwhile is no longer needed.
+        with contextlib.suppress(shutil.Error):
+            shutil.copytree(old / "files", new / "files")
     return folder
 
 

@@ -10,8 +10,7 @@ import zstandard
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from jaxlora.config.serve_config import ServeConfig
-from jaxlora.config.session_config import SessionConfig
+from jaxlora.config.serve_config import ServeConfig, ServerSession
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import make_app, make_server
 from jaxlora.serve.server import Server
@@ -32,7 +31,7 @@ def make(folder, model, **settings: Any) -> tuple[Server, FastAPI]:
         folder=str(folder),
         keys=True,
         train_unembed="ignore",
-        session=SessionConfig(**SETTINGS),
+        session=ServerSession(**SETTINGS),
         **settings,
     )
     server = make_server(config, model)

@@ -46,7 +46,17 @@ def test_losses_are_those_of_a_session(api, tiny_model, loss):
 
 
 def test_first_things(api):
-    assert api.post("client/config", sdk_version="0")["parallel_fwdbwd_chunks"]
+    flags = api.post("client/config", sdk_version="0")
+    assert flags["parallel_fwdbwd_chunks"] and flags["fwdbwd_max_chunk_len"] == 1024
+    assert api.post("client/dynamic_config", sdk_version="0")["sample_cancel_enabled"]
+    assert api.post("telemetry", events=[]) == {"status": "accepted"}
+    assert "no billing" in api.send("GET", "billing/usage/events").json()["detail"]
+    # Others are asked again for minutes.
+    assert api.send("PUT", "sessions/x/project", json={}).status_code == 404
+    made = api.post("create_session", tags=[], user_metadata=None, sdk_version="0")
+    assert "train_unembed=True" in made["warning_message"]
+    refused = api.post("create_session", 400, project_id="p")
+    assert "no projects" in refused["detail"]
     assert api.get("healthz") == {"status": "ok"}
     (model,) = api.get("get_server_capabilities")["supported_models"]
     assert model["model_name"] == NAME
