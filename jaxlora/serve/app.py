@@ -34,6 +34,7 @@ from jaxlora.serve.registry import Registry
 from jaxlora.serve.server import Server
 from jaxlora.serve.storage import Links, Storage
 from jaxlora.serve.tinker import api as tinker
+from jaxlora.serve.tinker.checkpoints import settled
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -228,6 +229,8 @@ def delete_expired(server: Server) -> None:
     The files go first: a row without files is tried again, and files without a row
     would stay for ever.
     """
+    for entry in server.registry.expired("checkpoint"):
+        settled(server, entry)  # what has replaced it may last longer
     for kind in ("checkpoint", "upload"):
         for entry in server.registry.expired(kind):
             if (key := entry.fields.get("key")) is not None:

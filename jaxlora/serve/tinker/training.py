@@ -7,6 +7,7 @@ promise then fails, as a gap would hold up all requests after it.
 """
 
 import asyncio
+import functools
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -382,7 +383,7 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
     return api
 
 
-async def _accepted(promise: Promise) -> dict[str, str]:
+async def accepted(promise: Promise) -> dict[str, str]:
     """Returns the answer to a request that is accepted, as soon as it is on disk."""
     if not await is_done(promise.accepted, POLL_SECONDS):
         raise HTTPException(408, "the server cannot accept requests now. Try again.")
@@ -394,23 +395,24 @@ def _add_models(api: APIRouter, server: Server, models: Models) -> None:
     @api.post("/create_model")
     async def create_model(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.CreateModel)
-        return await _accepted(await asyncio.to_thread(models.create, who, body))
+        return await accepted(await asyncio.to_thread(models.create, who, body))
 
     @api.post("/load_weights")
     async def load_weights(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.LoadWeights)
         if body.model_id is None or body.seq_id is None:
-            return await _accepted(await asyncio.to_thread(models.load_new, who, body))
+            return await accepted(await asyncio.to_thread(models.load_new, who, body))
         make = lambda model: models.load(who, body)
         address = body.model_id, body.seq_id
-        return await _accepted(
+        return await accepted(
             await asyncio.to_thread(models.submit, who, *address, make)
         )
 
     @api.post("/get_info")
     async def get_info(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OfModel)
-        model = server.registry.owned(who.tenant, "model", body.model_id)
+        owned = server.registry.owned
+        model = await asyncio.to_thread(owned, who.tenant, "model", body.model_id)
         name = model.fields["base_model"]
         data = {
             "arch": server.hub.engine.model.config.model_type,
@@ -429,14 +431,19 @@ def _add_models(api: APIRouter, server: Server, models: Models) -> None:
     @api.post("/unload_model")
     async def unload_model(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OfModel)
-        model = server.registry.owned(who.tenant, "model", body.model_id)
-        return await _accepted(unload(server, model))
+
+        def accept() -> Promise:
+            model = server.registry.owned(who.tenant, "model", body.model_id)
+            return unload(server, model)
+
+        return await accepted(await asyncio.to_thread(accept))
 
 
 def unload(server: Server, model: Entry) -> Promise:
     """Unloads a model after all that was asked of it."""
+    promise = server.hub.submit_last(model.tenant, model.id, Unload())
     server.registry.update(model.tenant, "model", model.id, unloaded=True)
-    return server.hub.submit_last(model.tenant, model.id, Unload())
+    return promise
 
 
 def _add_passes(api: APIRouter, models: Models) -> None:
@@ -456,8 +463,8 @@ def _add_passes(api: APIRouter, models: Models) -> None:
             return models.submit(who, body.model_id, body.seq_id, make)
 
         if len(content) > _LARGE_BODY:
-            return await _accepted(await asyncio.to_thread(accept))
-        return await _accepted(accept())
+            return await accepted(await asyncio.to_thread(accept))
+        return await accepted(accept())
 
     @api.post("/forward_backward")
     async def forward_backward(who: MayTrain, request: Request) -> Any:
@@ -472,7 +479,7 @@ def _add_passes(api: APIRouter, models: Models) -> None:
     async def optim_step(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OptimStep)
         make = lambda model: _step(body)
-        return await _accepted(models.submit(who, body.model_id, body.seq_id, make))
+        return await accepted(models.submit(who, body.model_id, body.seq_id, make))
 
 
 def _add_saves(api: APIRouter, models: Models, samplers: Samplers) -> None:
@@ -488,7 +495,7 @@ def _add_saves(api: APIRouter, models: Models, samplers: Samplers) -> None:
             given = lambda model: make(model, body)
             return models.submit(who, body.model_id, body.seq_id, given)
 
-        return await _accepted(await asyncio.to_thread(accept))
+        return await accepted(await asyncio.to_thread(accept))
 
     @api.post("/save_weights")
     async def save_weights(who: MayTrain, request: Request) -> Any:
@@ -514,7 +521,8 @@ def _add_results(api: APIRouter, server: Server, samplers: Samplers) -> None:
                 return waiting(body.request_id)
             return sample.answer(as_protobuf=as_protobuf)
         try:
-            promise = server.hub.promise(who.tenant, body.request_id)
+            find = functools.partial(server.hub.promise, who.tenant, body.request_id)
+            promise = find(only_in_memory=True) or await asyncio.to_thread(find)
         except StorageError:
             # The client asks again at once, and the database needs a moment.
             await asyncio.sleep(_RETRY_SECONDS)

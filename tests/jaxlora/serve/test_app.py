@@ -113,6 +113,8 @@ def test_without_a_key_nothing_is_answered(client, server):
         assert answer.headers["www-authenticate"] == "Bearer"
     wrong = {"x-api-key": "tml-local"}
     assert "this key is not valid" in client.get("/none", headers=wrong).text
+    for host in ("testserver/download/x?", "testserver/healthz?", "testserver/?"):
+        assert client.get("/none", headers={"host": host}).status_code == 401, host
     assert client.get("/healthz").json() == {"status": "ok"}
 
 
