@@ -89,7 +89,7 @@ class Guard:
         request = Request(scope, receive)
         try:
             self._check_site(request)
-            # Not that of `request.url`, which begins with what the header Host says.
+            # In older versions of Starlette, the header Host can change `request.url`.
             if not _is_public(scope["path"]):
                 await authenticate(request)
             await self._app(scope, receive, answer)

@@ -577,6 +577,8 @@ class Hub:
         self._samples.published.release_unused(self._settings.sampler_seconds)
         if now >= self._next_forgetting and self._ledger.trouble is None:
             self._next_forgetting = now + _FORGET_SECONDS
+            for model in [*self._models.values()]:
+                self._cover_if_unchanged(model)
             self._ledger.forget(self._settings.keep_seconds)
 
     def _hold(self, promise: Promise) -> None:
@@ -1124,11 +1126,22 @@ class Hub:
             failure=model.failure,
         )
         written = self._ledger.cover(logged, unneeded)
-        if old is not None:
+        if old is not None and old != key:
             delete = functools.partial(self._storage.delete, old)
             written.add_done_callback(
                 lambda done: None if done.exception() else self._work_on(delete)
             )
+
+    def _cover_if_unchanged(self, model: Model) -> None:
+        """Cuts the log behind operations that changed nothing since a snapshot.
+
+        The log of a model that is evaluated, and not trained, would only grow.
+        """
+        is_quiet = not (model.pieces or model.running or model.is_blocked)
+        has_state = model.snapshot is not None or model.is_unloaded
+        last = model.next_seq - 1
+        if is_quiet and has_state and last > model.covered_seq:
+            self._cover(model, last, model.snapshot, model.steps, ())
 
     # ---- restarts --------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ promise then fails, as a gap would hold up all requests after it.
 
 import asyncio
 import functools
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -215,6 +216,11 @@ class Models:
             self._noted[id] = now
         self._noted.setdefault(id, now)
         return found
+
+    def is_known(self, who: Principal, id: str) -> bool:
+        """Whether `owned` needs no database, which may take its time or be away."""
+        age = time.monotonic() - self._noted.get(id, -math.inf)
+        return (who.tenant, id) in self._known and age < _NOTE_SECONDS
 
     def submit(
         self,
@@ -447,6 +453,14 @@ def unload(server: Server, model: Entry) -> Promise:
 
 
 def _add_passes(api: APIRouter, models: Models) -> None:
+    async def accept(
+        who: Principal, body: PassBody | bodies.OptimStep, make: Callable[[], Operation]
+    ) -> Any:
+        """Accepts a small request, in this thread if no database is asked."""
+        given = who, body.model_id, body.seq_id, lambda model: make()
+        if models.is_known(who, body.model_id):
+            return await accepted(models.submit(*given))
+        return await accepted(await asyncio.to_thread(models.submit, *given))
 
     async def submit(
         who: Principal, request: Request, name: str, *, may_be_protobuf: bool
@@ -454,17 +468,20 @@ def _add_passes(api: APIRouter, models: Models) -> None:
         content = await request.body()
         kind = request.headers.get("content-type", "")
 
-        def accept() -> Promise:
+        def parsed() -> PassBody:
             if may_be_protobuf and kind.startswith(PROTOBUF):
-                body = bodies.pass_of_protobuf(content)
-            else:
-                body = bodies.pass_of_json(content, name)
+                return bodies.pass_of_protobuf(content)
+            return bodies.pass_of_json(content, name)
+
+        def accept_large() -> Promise:
+            body = parsed()
             make = lambda model: models.pass_of(body)
             return models.submit(who, body.model_id, body.seq_id, make)
 
         if len(content) > _LARGE_BODY:
-            return await accepted(await asyncio.to_thread(accept))
-        return await accepted(accept())
+            return await accepted(await asyncio.to_thread(accept_large))
+        body = parsed()
+        return await accept(who, body, lambda: models.pass_of(body))
 
     @api.post("/forward_backward")
     async def forward_backward(who: MayTrain, request: Request) -> Any:
@@ -478,8 +495,7 @@ def _add_passes(api: APIRouter, models: Models) -> None:
     @api.post("/optim_step")
     async def optim_step(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OptimStep)
-        make = lambda model: _step(body)
-        return await accepted(models.submit(who, body.model_id, body.seq_id, make))
+        return await accept(who, body, lambda: _step(body))
 
 
 def _add_saves(api: APIRouter, models: Models, samplers: Samplers) -> None:

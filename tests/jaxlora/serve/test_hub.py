@@ -1,5 +1,6 @@
 """The hub runs the operations of models in their order, and keeps its promises."""
 
+import dataclasses
 import pathlib
 import sqlite3
 import threading
@@ -334,6 +335,28 @@ def test_outcomes_are_forgotten_after_their_time(open_hub):
         hub.submit("t", "m", 1, CREATE)
     (step,) = run(hub, STEP, first=5)
     assert step.result.step == 2
+
+
+def test_the_log_of_a_model_that_is_evaluated_does_not_grow(open_hub):
+    clock = Clock()
+    hub = open_hub(clock=clock, keep_seconds=-10.0, snapshot_steps=1)
+    run(hub, CREATE, *ROUND)
+    wait_for(lambda: hub._models["m"].snapshot)
+    evaluation = dataclasses.replace(training_pass(), is_training=False)
+    for first in (5, 7):
+        run(hub, evaluation, evaluation, first=first)
+        clock.now += 100.0
+        wait_for(lambda: not hub._ledger.read().operations)
+    late = training_pass(1)  # its gradients are in no snapshot
+    run(hub, late, evaluation, first=9)
+    clock.now += 100.0
+    wait_for(lambda: hub._next_forgetting > clock.now)
+    hub._ledger.flush()
+    assert [one.seq_id for one in hub._ledger.read().operations] == [9, 10]
+    crash(hub)
+    again = open_hub()
+    (step,) = run(again, STEP, first=11)
+    assert step.result.step == 2 and step.result.grad_norm > 0
 
 
 def test_an_unloaded_model_leaves_nothing(open_hub, tmp_path):
