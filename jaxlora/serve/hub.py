@@ -235,8 +235,11 @@ class Hub:
         """
         self._is_stopping = True
         self._inbox.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        end = time.monotonic() + _END_SECONDS
+        while self._thread.is_alive():
+            self._thread.join(_TICK_SECONDS)
+            if self._ledger.trouble is not None and time.monotonic() > end:
+                self._ledger.give_up()  # the thread may wait for it
         self._ledger.close()  # what waits for a database that is away ends with it
         self._others.shutdown()
 

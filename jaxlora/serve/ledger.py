@@ -241,13 +241,17 @@ class Ledger:
                 )
             )
 
+    def give_up(self) -> None:
+        """Tries once more to write, and breaks off what still cannot be written."""
+        self._is_closing.set()
+
     def close(self) -> None:
         """Writes what was handed in, and lets another server take the database.
 
         What cannot be written now never will be, and its futures raise, as do those of
         all that is handed in later.
         """
-        self._is_closing.set()
+        self.give_up()
         with self._putting:
             self._is_closed = True
             self._entries.put(None)

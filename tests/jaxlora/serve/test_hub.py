@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from jaxlora.config.session_config import AdamParams, SessionConfig
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, StorageError
 from jaxlora.hf.load import load_model
 from jaxlora.serve import hub as module
 from jaxlora.serve.database import Database
@@ -528,6 +528,27 @@ def test_an_engine_that_cannot_be_made_anew_ends_the_hub(open_hub, monkeypatch):
     (step,) = run(again, STEP, first=4)
     assert step.result.step == 1
     assert isinstance(again.promise("t", late.request_id).outcome.result(), Done)
+
+
+def test_an_end_while_the_database_is_away_and_the_engine_is_made_anew(
+    open_hub, monkeypatch
+):
+    hub = open_hub()
+    run(hub, CREATE)
+
+    def fail(entries):
+        raise StorageError("the database is away.")
+
+    errors = fails(monkeypatch, times=1)
+    monkeypatch.setattr(module, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(hub._ledger, "_commit", fail)
+    late = hub.submit("t", "m", 2, training_pass())
+    wait_for(lambda: errors)
+    ending = threading.Thread(target=hub.stop, daemon=True)
+    ending.start()
+    ending.join(timeout=30)
+    assert not ending.is_alive()
+    assert isinstance(late.accepted.exception(), StorageError)
 
 
 def test_settings_that_cannot_replay_lose_nothing(open_hub, monkeypatch):
