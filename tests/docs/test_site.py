@@ -4,6 +4,7 @@ import re
 import warnings
 
 import pytest
+from material.plugins.search.plugin import SearchPlugin
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
@@ -17,6 +18,8 @@ def site(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("NO_MKDOCS_2_WARNING", "1")  # advertisement of a theme
+        # The index of the search takes a fifth of the time.
+        patch.setattr(SearchPlugin, "on_page_context", lambda *_, **__: None)
         config = load_config(
             str(pages.ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True
         )

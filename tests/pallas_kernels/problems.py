@@ -64,6 +64,7 @@ def _keys(seed, step):
     return dropout_keys(seed, step, layer=1, projection=2)
 
 
+@jax.jit
 def given_mask(p):
     """Returns the mask of a problem's dropout as the caller would give it."""
     drop, (t, k) = p["dropout"], p["x"].shape

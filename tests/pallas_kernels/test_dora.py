@@ -38,7 +38,7 @@ def make_problem(seed=0, *, blocks=BLOCKS, rates=RATES, dtype=jnp.float32):
 
 def norms_of(p):
     w = p["w"] if isinstance(p["w"], jax.Array) else p["w"].dequantize(jnp.float32).T
-    return column_norms(w, p["a"], p["b"], p["scaling"])
+    return compiled(column_norms)(w, p["a"], p["b"], p["scaling"])
 
 
 def ours(p, w=None, names=("x", "a", "b", "m")):
@@ -70,7 +70,8 @@ def definition(p, w=None):
     rows = np.repeat(blocks, BLOCK)
     keep = np.ones((len(rows), K))
     if drop is not None:
-        kept = drop.keep(jnp.maximum(p["block_adapter"], 0), p["x"].shape)
+        kept_of = compiled(lambda drop, blocks: drop.keep(blocks, p["x"].shape))
+        kept = kept_of(drop, np.maximum(blocks, 0))
         keep = np.asarray(kept).reshape(keep.shape)
         keep = keep / (1 - np.asarray(drop.rate, np.float64))[np.maximum(rows, 0), None]
     scaling = np.asarray(p["scaling"], np.float64)
@@ -151,8 +152,8 @@ def test_norms_are_those_of_the_dequantized_weight(name):
         jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, k, 3), (4, 3, n))
     )
     m = jnp.asarray(np.where(USES_DORA[:, None], rng.uniform(1, 2, (4, n)), 0), x.dtype)
-    dense = w.dequantize(jnp.float32).T
-    norms = column_norms(dense, a, b, p["scaling"])
+    dense = compiled(lambda w: w.dequantize(jnp.float32).T)(w)
+    norms = compiled(column_norms)(dense, a, b, p["scaling"])
     whole = np.asarray(dense, np.float64) + np.asarray(p["scaling"], np.float64)[
         :, None, None
     ] * (np.asarray(a, np.float64) @ np.asarray(b, np.float64))
@@ -163,9 +164,14 @@ def test_norms_are_those_of_the_dequantized_weight(name):
         "b": b,
         "scaling": p["scaling"],
     }
-    (plain,) = multi_lora_linears(x, [Projection(**both)], p["block_adapter"])
-    with_dora = Projection(**both, dora=dora_gain(m, norms))
-    (y,) = multi_lora_linears(x, [with_dora], p["block_adapter"])
+
+    @compiled
+    def outputs(x, both, m, norms, blocks):
+        with_dora = Projection(**both, dora=dora_gain(m, norms))
+        kinds = Projection(**both), with_dora
+        return [multi_lora_linears(x, [one], blocks)[0] for one in kinds]
+
+    plain, y = outputs(x, both, m, norms, p["block_adapter"])
     rows = np.repeat(np.array(BLOCKS), BLOCK)
     factor = np.where(USES_DORA[:, None], m / norms, 1)[np.maximum(rows, 0)]
     assert relative_error(y, np.asarray(plain) * factor) < 1e-6
@@ -242,7 +248,7 @@ def test_the_start_is_the_base():
     p = make_problem() | {"b": jnp.zeros((4, 16, N))}
     p["m"] = jnp.where(USES_DORA[:, None], norms_of(p), 0)
     run, arguments = ours(p)
-    y = run(*arguments)
+    y = np.asarray(compiled(run)(*arguments))
     live = np.repeat(np.array(BLOCKS) >= 0, BLOCK)
     wanted = np.asarray(p["x"] @ p["w"] + p["bias"])[live]
     assert relative_error(y[live], wanted) < 1e-6

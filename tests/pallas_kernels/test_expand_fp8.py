@@ -68,6 +68,11 @@ class Problem:
         )
 
 
+@functools.partial(
+    jax.jit,
+    static_argnums=(0, 1),
+    static_argnames=("features", "n", "columns", "bias", "dropout", "seed"),
+)
 def problem(
     features, n: int, *, columns=False, bias=False, dropout=False, seed=0
 ) -> Problem:

@@ -26,7 +26,6 @@ from jaxlora.pallas_kernels import (
 from tests.oracle import assert_as_accurate_as
 from tests.pallas_kernels.fused import back_ends
 from tests.pallas_kernels.problems import (
-    QUICK_TO_COMPILE,
     both_ways,
     given_mask,
     weight_of,
@@ -143,11 +142,13 @@ def test_storage_of_base_and_mask_changes_no_bit(fused, case):
     given_mask_first = p | {"dropout": mask}, p
     first, second = given_mask_first[::-1] if w_transposed else given_mask_first
     wanted = fused.check(first, rank)
-    w = p["w"].T if w_transposed else p["w"]
-    stack = jnp.stack([jnp.full_like(w, jnp.nan), w])
-    dropped = ~np.asarray(unpack_mask(mask.bits, p["x"].shape[0]))
+    w, x = np.asarray(p["w"]), np.array(p["x"])
+    w = w.T if w_transposed else w
+    stack = jnp.asarray(np.stack([np.full_like(w, np.nan), w]))
+    dropped = ~np.asarray(jax.jit(unpack_mask, static_argnums=1)(mask.bits, len(x)))
     sick = np.repeat(np.asarray(p["block_adapter"]) == 2, 64)
-    x = jnp.where(sick[:, None] & dropped, jnp.nan, p["x"])
+    x[sick[:, None] & dropped] = np.nan
+    x = jnp.asarray(x)
     options = {"layer": jnp.int32(1), "w_transposed": w_transposed}
     y, *gradients = fused.run(second | {"x": x, "w": stack}, rank, **options)
     np.testing.assert_array_equal(y[~sick], wanted[0][~sick])
@@ -162,8 +163,9 @@ def _problems_sharing_x(fused, widths, ranks, **options):
         p, rank = fused.problem(n=n, ranks=slot_ranks, seed=i, **options)
         x, drop = p["x"] if x is None else x, drop or p["dropout"]
         if drop is not None:
-            drop = Dropout(drop.key + jnp.uint32(i), drop.rate, drop.token_index)
-        p["scaling"] = jnp.where(rank > 0, p["scaling"], 0)
+            key = jnp.asarray(np.asarray(drop.key) + np.uint32(i))
+            drop = Dropout(key, drop.rate, drop.token_index)
+        p["scaling"] = jnp.asarray(np.where(rank > 0, p["scaling"], np.float32(0)))
         yield p | {"x": x, "dropout": drop}, rank
 
 
@@ -197,6 +199,7 @@ def test_linears_that_share_x_equal_linears_alone(fused, case):
     x, blocks = problems[0][0]["x"], problems[0][0]["block_adapter"]
     weights = [weight_of(p).astype(x.dtype) for p, _ in problems]
 
+    @functools.partial(jax.jit, static_argnums=2)
     def together(x, matrices, implementation):
         def op(x, matrices):
             made = [
@@ -221,12 +224,8 @@ def test_linears_that_share_x_equal_linears_alone(fused, case):
         np.testing.assert_array_equal(y[i], y_alone)
         np.testing.assert_array_equal(gradients[i][0], da)
         np.testing.assert_array_equal(gradients[i][1], db)
-    plain_jax = jax.jit(
-        functools.partial(together, implementation="xla"),
-        compiler_options=QUICK_TO_COMPILE,
-    )
-    _, exact, _ = plain_jax(x.astype(jnp.float32), matrices)
-    _, plain, _ = plain_jax(x, matrices)
+    _, exact, _ = together(x.astype(jnp.float32), matrices, "xla")
+    _, plain, _ = together(x, matrices, "xla")
     assert_as_accurate_as(actual=dx, baseline=plain, exact=np.asarray(exact))
 
 
@@ -244,35 +243,44 @@ def test_other_slots_change_no_bit(fused):
     p, rank = fused.problem((2, 0, -1, 2, 1))
     wanted = fused.run(p, rank)
     order = np.array([0, 3, 1, 2])  # new slot i holds old slot order[i]
-    place = jnp.array(np.argsort(order))
-    blocks = p["block_adapter"]
-    q = p | {name: p[name][order] for name in ("a", "b", "scaling")}
-    q["block_adapter"] = jnp.where(blocks >= 0, place[jnp.maximum(blocks, 0)], -1)
+    place, ordered = np.argsort(order), lambda x: np.asarray(x)[order]
+    blocks = np.asarray(p["block_adapter"])
+    q = p | {name: ordered(p[name]) for name in ("a", "b", "scaling")}
+    q["block_adapter"] = np.where(blocks >= 0, place[blocks], -1).astype(np.int32)
     drop = p["dropout"]
-    q["dropout"] = Dropout(drop.key[order], drop.rate[order], drop.token_index)
+    q["dropout"] = Dropout(ordered(drop.key), ordered(drop.rate), drop.token_index)
     # Slot 0 and its rows diverge; rows of padding must not read it.
-    theirs = np.repeat(np.asarray(blocks) == 0, 64)[:, None]
+    theirs = np.repeat(blocks == 0, 64)[:, None]
     for name in "ab":
-        q[name] = q[name].at[place[0]].set(jnp.nan)
-    q["x"] = jnp.where(theirs, jnp.inf, p["x"])
-    y, dx, da, db = fused.run(q, rank[order])
+        q[name][place[0]] = np.nan
+    q["x"] = np.where(theirs, np.inf, p["x"]).astype(p["x"].dtype)
+    y, dx, da, db = map(
+        np.asarray, fused.run(*jax.tree.map(jnp.asarray, (q, ordered(rank))))
+    )
+    wanted = [np.asarray(x) for x in wanted]
     mine = ~theirs[:, 0]
     np.testing.assert_array_equal(y[mine], wanted[0][mine])
     np.testing.assert_array_equal(dx[mine], wanted[1][mine])
     for slot in (1, 2):
         np.testing.assert_array_equal(da[place[slot]], wanted[2][slot])
         np.testing.assert_array_equal(db[place[slot]], wanted[3][slot])
-    assert not np.asarray(da)[place[3]].any(), "an absent slot has a gradient"
+    assert not da[place[3]].any(), "an absent slot has a gradient"
 
 
 def with_words(p, index):
     """Gives a problem the same dropout as words of three projections."""
     seed, step = jnp.arange(4), jnp.arange(4, dtype=jnp.int32) + 3
     places = np.array([[[0], [1], [5]], [[3], [2], [0]]], np.int32)
-    drop, keys = p["dropout"], dropout_keys(seed, step, *places)
-    np.testing.assert_array_equal(keys[1], drop.key)
-    shared = p["block_adapter"], drop.token_index, p["x"].shape[1]
-    words = mask_words(keys, *shared)[index]
+    drop = p["dropout"]
+
+    @jax.jit
+    def made(blocks, token_index):
+        keys = dropout_keys(seed, step, *places)
+        shared = blocks, token_index, p["x"].shape[1]
+        return keys[1], mask_words(keys, *shared)[index]
+
+    key, words = made(p["block_adapter"], drop.token_index)
+    np.testing.assert_array_equal(key, drop.key)
     return p | {"dropout": Dropout(None, drop.rate, drop.token_index, words)}
 
 
@@ -297,7 +305,8 @@ def test_plain_linears_take_words_too():
     p, _ = BACK_ENDS["mosaic"].problem((1, 0))
     q = with_words(p, 1)
     plain = functools.partial(multi_lora_linear, implementation="xla")
-    np.testing.assert_array_equal(plain(**q), plain(**p))
+    run = jax.jit(lambda p: plain(**p))
+    np.testing.assert_array_equal(run(q), run(p))
     neither = Dropout(None, q["dropout"].rate, q["dropout"].token_index)
     with pytest.raises(ValueError, match="neither a key nor words"):
         plain(**q | {"dropout": neither})

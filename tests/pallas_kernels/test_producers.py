@@ -1,5 +1,7 @@
 """Kernels of row-wise functions give the functions, and s as shrink gives it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,7 @@ def softmax_and_relu(x, largest, total, y):
     return share.astype(x.dtype), jax.nn.relu(x) - y
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def masks_of(kind, num_sides, k):
     if kind is None:
         return []

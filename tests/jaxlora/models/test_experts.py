@@ -4,6 +4,7 @@ These are experts and gated delta nets; see tests/golden.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,31 @@ RANK = 2  # of make_logits.py
 OF_PEFT = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def run(spec: DecoderSpec, tables, base, settings, rows, is_target):
+    """Returns the gradients of the loss, and the logits."""
+    tokens, *_ = rows
+    cap = spec.config.logit_softcap
+
+    def loss(tables):
+        own = to_modules(spec.stacks, tables)
+        decoder = spec.bind(base, own, settings=settings)
+        hidden = decoder(*rows, Routing(block_adapter=jnp.zeros(1, jnp.int32)))
+        head, transposed = decoder.stored_head(hidden)
+        nll = target_nll(
+            hidden,
+            head,
+            jnp.roll(tokens, -1),
+            is_target,
+            head_transposed=transposed,
+            logit_softcap=cap,
+        )
+        logits = hidden @ (head.T if transposed else head)
+        return nll.sum(), softcap(logits, cap)
+
+    return jax.grad(loss, has_aux=True)(tables)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_those_of_torch(case):
     model = load_model(MODELS / case, dtype="float32")
@@ -58,35 +84,12 @@ def test_logits_and_gradients_equal_those_of_torch(case):
         for path, name in names.items()
         for table, theirs in OF_PEFT.items()
     }
-    rows = padded_rows(spec.stacks, spec.adapter_shapes(), by_path)
-    tables = {name: jnp.asarray(row[None]) for name, row in rows.items()}
-    tokens, positions, segments = pack([other, sample], total=128)
+    padded = padded_rows(spec.stacks, spec.adapter_shapes(), by_path)
+    tables = {name: jnp.asarray(row[None]) for name, row in padded.items()}
     is_target = (jnp.arange(128) >= own.start) & (jnp.arange(128) < own.stop - 1)
 
-    @jax.jit
-    def run(tables, base):
-        def loss(tables):
-            own = to_modules(spec.stacks, tables)
-            decoder = spec.bind(base, own, settings=settings)
-            routing = Routing(block_adapter=jnp.zeros(1, jnp.int32))
-            hidden = decoder(tokens, positions, segments, routing)
-            head, transposed = decoder.stored_head(hidden)
-            labels = jnp.roll(tokens, -1)
-            cap = model.config.logit_softcap
-            nll = target_nll(
-                hidden,
-                head,
-                labels,
-                is_target,
-                head_transposed=transposed,
-                logit_softcap=cap,
-            )
-            logits = hidden @ (head.T if transposed else head)
-            return nll.sum(), softcap(logits, cap)
-
-        return jax.grad(loss, has_aux=True)(tables)
-
-    gradients, logits = run(tables, model.params)
+    rows = pack([other, sample], total=128)
+    gradients, logits = run(spec, tables, model.params, settings, rows, is_target)
     gradients = to_paths(spec.stacks, {n: x[0] for n, x in gradients.items()})
     assert relative_error(logits[own], golden["logits"]) < 1e-5
     for path, name in names.items():
@@ -166,14 +169,19 @@ def test_a_mixture_equals_its_definition_in_float64(case):
     x = rng.normal(size=(192, spec.config.hidden_size)).astype(np.float32)
     slots = np.array([1, -1, 0])  # of blocks of 64 rows
     count = jnp.arange(len(x))
-    rows = PackedRows(
-        ropes=layer_ropes(spec.config, count),
-        routing=Routing(block_adapter=jnp.asarray(slots)),
-        segment_ids=jnp.zeros_like(count),
-        lengths=spec.options.lengths,
-        implementation="xla",
-    )
-    actual = np.asarray(block(jnp.asarray(x), rows), np.float64)
+
+    @jax.jit
+    def run(x):
+        rows = PackedRows(
+            ropes=layer_ropes(spec.config, count),
+            routing=Routing(block_adapter=jnp.asarray(slots)),
+            segment_ids=jnp.zeros_like(count),
+            lengths=spec.options.lengths,
+            implementation="xla",
+        )
+        return block(x, rows)
+
+    actual = np.asarray(run(x), np.float64)
     logits = x.astype(np.float64) @ np.asarray(block.gate[...], np.float64)
     weights, chosen = choose_experts(jnp.asarray(logits, jnp.float32), shape)
     order = np.sort(logits, axis=1)[:, ::-1]
@@ -262,15 +270,16 @@ def test_routes_and_output_of_a_token_depend_on_no_other():
 def test_a_linear_without_slots_beside_one_that_drops():
     """`up` has none; `gate` drops features of the same input."""
     block, spec, _ = block_of("olmoe")
-    own, count = block.experts, jnp.arange(128)
+    count = jnp.arange(128)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 32)), jnp.float32)
     zeros = jnp.zeros(2, jnp.int32)
     plain = Routing(block_adapter=jnp.arange(2))
     drops = dataclasses.replace(plain, token_index=count, seed=zeros, step=zeros)
 
-    def output(routing, rate):
+    @jax.jit
+    def run(block, routing):
+        own = block.experts
         adapted = {(0, x.place[1]): x for x in (own.gate_proj, own.down_proj)}
-        own.gate_proj.dropout[...] = jnp.full(2, rate)
         rows = PackedRows(
             ropes=layer_ropes(spec.config, count),
             routing=with_shared_inputs(adapted, routing).for_layer(0),
@@ -278,7 +287,11 @@ def test_a_linear_without_slots_beside_one_that_drops():
             lengths=spec.options.lengths,
             implementation="xla",
         )
-        return np.asarray(block(x, rows))
+        return block(x, rows)
+
+    def output(routing, rate):
+        block.experts.gate_proj.dropout[...] = jnp.full(2, rate)
+        return np.asarray(run(block, routing))
 
     whole = output(plain, 0.0)
     np.testing.assert_array_equal(output(drops, 0.0), whole)

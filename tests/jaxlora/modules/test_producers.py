@@ -18,6 +18,7 @@ from jaxlora.modules.routing import Routing
 from jaxlora.modules.rows import PackedRows, layer_ropes
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.pallas_kernels import Fp8Weight, Int8Weight
+from tests.drawn import normal
 from tests.pallas_kernels.fused import ON_HOPPER, mosaic_kernels
 
 T, D, F, RANK = 192, 128, 128, 8
@@ -65,8 +66,7 @@ class Block(nnx.Module):
         is_adapted = name.removeprefix("mlp.") in self._adapted
         kernel, projection = None, 4 + ALL.index(name.removeprefix("mlp."))
         if self._weight is not None:
-            shape = out_features, in_features
-            w = jax.random.normal(jax.random.key(9 + projection), shape)
+            w = normal(9 + projection, (out_features, in_features))
             kernel = self._weight.quantize(w / in_features**0.5)
         made = MultiLoraLinear(
             in_features,
@@ -79,11 +79,11 @@ class Block(nnx.Module):
             rngs=self._rngs,
         )
         if is_adapted:
-            keys = jax.random.split(jax.random.key(projection))
-            for table, key in zip((made.lora_a, made.lora_b), keys, strict=True):
-                table[...] = 0.1 * jax.random.normal(key, table.shape)
+            for i, table in enumerate((made.lora_a, made.lora_b)):
+                drawn = normal(2 * projection + i, table.shape)
+                table[...] = jnp.asarray(np.float32(0.1) * np.asarray(drawn))
             made.scaling[...] = jnp.array([1.0, 2.0])
-            made.rank[...] = jnp.full(2, RANK)
+            made.rank[...] = jnp.array([RANK, RANK])
             made.dropout[...] = jnp.array([0.3, 0.0])
         return made
 
@@ -109,15 +109,15 @@ def make_rows():
 
 def both_ways(block):
     """Returns the result, and the gradients of the input and of the adapters."""
-    rows = make_rows()
     graph, tables, rest = nnx.split(block, nnx.LoRAParam, ...)
 
     @jax.jit
     def run(tables, h, dy):
+        rows = make_rows()
         y, vjp = jax.vjp(lambda t, h: nnx.merge(graph, t, rest)(h, rows), tables, h)
         return jax.tree.leaves((y, vjp(dy)))
 
-    h, dy = jax.random.normal(jax.random.key(1), (2, T, D), jnp.bfloat16)
+    h, dy = (normal(seed, (T, D), jnp.bfloat16) for seed in (1, 2))
     return run(tables, h, dy)
 
 
