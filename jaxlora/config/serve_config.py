@@ -47,7 +47,7 @@ class Quota(StrictModel):
         slots: Models that are in slots of the device at the same time.
         pending_tokens: Tokens of requests that are not done. Further ones are refused
             with 429, and clients send them again.
-        tokens_per_second: Trained tokens a second on average; more of them wait.
+        tokens_per_second: Tokens of passes a second on average; more of them wait.
         storage_bytes: Bytes of checkpoints and uploads.
         weight: Share of the device beside other tenants that wait for it, too.
     """

@@ -30,10 +30,11 @@ from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
-from jaxlora.serve.registry import Registry
+from jaxlora.serve.registry import Entry, Registry
 from jaxlora.serve.server import Server
 from jaxlora.serve.storage import Links, Storage
 from jaxlora.serve.tinker import api as tinker
+from jaxlora.serve.tinker.checkpoints import settled
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -230,9 +231,20 @@ def delete_expired(server: Server) -> None:
     """
     for kind in ("checkpoint", "upload"):
         for entry in server.registry.expired(kind):
-            if (key := entry.fields.get("key")) is not None:
-                server.storage.delete(key)
-            server.registry.delete(entry.tenant, kind, entry.id)
+            try:
+                _delete_expired(server, entry)
+            except JaxloraError as error:  # it is not to keep the others
+                logger.warning("a %s is deleted later: %s", kind, error)
+
+
+def _delete_expired(server: Server, entry: Entry) -> None:
+    if entry.kind == "checkpoint":
+        now = settled(server, entry) or entry
+        if now.expires_at != entry.expires_at:
+            return  # what has replaced it lasts for a time of its own
+    if (key := entry.fields.get("key")) is not None:
+        server.storage.delete(key)
+    server.registry.delete(entry.tenant, entry.kind, entry.id)
 
 
 def park_lapsed(server: Server) -> None:

@@ -89,7 +89,8 @@ class Guard:
         request = Request(scope, receive)
         try:
             self._check_site(request)
-            if not _is_public(request.url.path):
+            # In older versions of Starlette, the header Host can change `request.url`.
+            if not _is_public(scope["path"]):
                 await authenticate(request)
             await self._app(scope, receive, answer)
         except asyncio.CancelledError:  # the server ends, and this is a long poll

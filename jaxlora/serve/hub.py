@@ -13,6 +13,7 @@ import functools
 import logging
 import pathlib
 import queue
+import re
 import secrets
 import threading
 import time
@@ -44,6 +45,7 @@ from jaxlora.serve.model import Model, Promise
 from jaxlora.serve.operation import (
     Create,
     Done,
+    Encoded,
     Failed,
     Load,
     Operation,
@@ -90,6 +92,8 @@ _TICK_SECONDS = 1.0
 _MOST_SNAPSHOTS = 2  # whose copies are in memory
 _MOST_FRUITLESS = 4  # errors in a row between which nothing ended
 _END_SECONDS = 30.0  # for the database, when the server ends
+
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 _Datum = tuple[str, int, int]  # model, operation, number of the datum there
 
@@ -231,8 +235,11 @@ class Hub:
         """
         self._is_stopping = True
         self._inbox.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        end = time.monotonic() + _END_SECONDS
+        while self._thread.is_alive():
+            self._thread.join(_TICK_SECONDS)
+            if self._ledger.trouble is not None and time.monotonic() > end:
+                self._ledger.give_up()  # the thread may wait for it
         self._ledger.close()  # what waits for a database that is away ends with it
         self._others.shutdown()
 
@@ -261,26 +268,7 @@ class Hub:
             raise ConfigError(f"seq_id={seq_id} must be at least 1.")
         encoded = encode(operation)
         with self._lock:
-            found = self._find(model, seq_id)
-            if found is None:
-                self._check_accepts()
-                logged = Logged(
-                    model=model,
-                    seq_id=seq_id,
-                    request_id=secrets.token_hex(16),
-                    tenant=tenant,
-                    encoded=encoded,
-                    digest=encoded.digest,
-                )
-                new = found = self._add(Promise.of(logged, operation))
-                self._ledger.accept(logged).add_done_callback(new.accept)
-                self._inbox.put(lambda: self._hold(new))
-        if found.digest != encoded.digest:
-            raise SeqConflict(
-                f"seq_id={seq_id} of model {model} belongs to another request, with "
-                "another body. Give each request a number of its own."
-            )
-        return found
+            return self._take(tenant, model, seq_id, operation, encoded)
 
     def submit_last(self, tenant: str, model: str, operation: Operation) -> Promise:
         """Accepts an operation that comes after all that were accepted before.
@@ -289,15 +277,18 @@ class Hub:
             tenant: Whose the model is, which the caller has checked.
             model: Id of the model.
             operation: The operation.
+
+        Raises:
+            Unavailable: Nothing can be accepted at the moment.
         """
-        while True:
-            with self._lock:
-                known = self._models.get(model)
-                last = 0 if known is None else known.next_seq - 1
-                numbers = [seq_id for one, seq_id in self._by_number if one == model]
-            promise = self.submit(tenant, model, max([last, *numbers]) + 1, operation)
-            if promise.operation is operation:
-                return promise  # else another took the number at the same time
+        encoded = encode(operation)
+        with self._lock:
+            known = self._models.get(model)
+            last = 0 if known is None else known.next_seq - 1
+            numbers = [seq_id for one, seq_id in self._by_number if one == model]
+            # A model that has failed has no number after all others.
+            seq_id = min(max([last, *numbers]) + 1, EVERYTHING - 1)
+            return self._take(tenant, model, seq_id, operation, encoded)
 
     def knows(self, model: str, seq_id: int) -> bool:
         """Whether an operation of a model was taken by a number."""
@@ -306,15 +297,23 @@ class Hub:
             has_begun = known is not None and seq_id < known.next_seq
             return has_begun or (model, seq_id) in self._by_number
 
-    def promise(self, tenant: str, request_id: str) -> Promise | None:
+    def promise(
+        self, tenant: str, request_id: str, *, only_in_memory: bool = False
+    ) -> Promise | None:
         """Returns a promise of a tenant; None: the tenant has no such promise.
+
+        Args:
+            tenant: The tenant.
+            request_id: The id, which is any text that a client has sent.
+            only_in_memory: Whether to leave out those that only the database has.
 
         Raises:
             StorageError: It may be in the database, which cannot be read.
         """
         with self._lock:
             found = self._promises.get(request_id)
-        if found is None:
+        is_id = _REQUEST_ID.fullmatch(request_id) is not None
+        if found is None and is_id and not only_in_memory:
             logged = self._ledger.find_request(request_id)
             if logged is not None and logged.outcome is not None:
                 with self._lock:
@@ -418,6 +417,36 @@ class Hub:
                 f"nothing is accepted at the moment, as the server is {health}{why}. "
                 "Send the request again later."
             )
+
+    def _take(
+        self,
+        tenant: str,
+        model: str,
+        seq_id: int,
+        operation: Operation,
+        encoded: Encoded,
+    ) -> Promise:
+        """Takes an operation by a number; see `submit`."""
+        found = self._find(model, seq_id)
+        if found is None:
+            self._check_accepts()
+            logged = Logged(
+                model=model,
+                seq_id=seq_id,
+                request_id=secrets.token_hex(16),
+                tenant=tenant,
+                encoded=encoded,
+                digest=encoded.digest,
+            )
+            new = found = self._add(Promise.of(logged, operation))
+            self._ledger.accept(logged).add_done_callback(new.accept)
+            self._inbox.put(lambda: self._hold(new))
+        if found.digest != encoded.digest:
+            raise SeqConflict(
+                f"seq_id={seq_id} of model {model} belongs to another request, with "
+                "another body. Give each request a number of its own."
+            )
+        return found
 
     def _find(self, model: str, seq_id: int) -> Promise | None:
         """Finds the promise of a number that was taken before."""
@@ -551,6 +580,8 @@ class Hub:
         self._samples.published.release_unused(self._settings.sampler_seconds)
         if now >= self._next_forgetting and self._ledger.trouble is None:
             self._next_forgetting = now + _FORGET_SECONDS
+            for model in [*self._models.values()]:
+                self._cover_if_unchanged(model)
             self._ledger.forget(self._settings.keep_seconds)
 
     def _hold(self, promise: Promise) -> None:
@@ -712,7 +743,8 @@ class Hub:
     def _finish(self, promise: Promise, outcome: Done | Failed) -> None:
         """Ends an operation, whose outcome is told when it is on disk."""
         model = self._models[promise.model]
-        model.end(promise)
+        if model.failure is None:  # else none of its operations are pending
+            model.end(promise)
         self._ready.add(model.id)
         if promise.outcome.done():
             _compare(promise, outcome)
@@ -720,7 +752,7 @@ class Hub:
         self._num_fruitless = 0
 
         def tell(written: Future[None]) -> None:
-            if written.exception() is None:
+            if written.exception() is None and not promise.outcome.done():
                 promise.outcome.set_result(outcome)
 
         written = self._ledger.finish(promise.model, promise.seq_id, outcome)
@@ -740,9 +772,9 @@ class Hub:
             "was ended. Load what it has saved into another model."
         )
         held, model.held, model.failure = [*model.held.values()], {}, message
+        model.pending_datums = model.pending_tokens = 0
         self._close(model)
         for promise in held:
-            model.pending_datums = model.pending_tokens = 0
             self._finish(promise, Failed(message=message, category="user"))
         self._cover(model, EVERYTHING, None, 0, model.pieces)
 
@@ -807,9 +839,13 @@ class Hub:
                 self._inbox.put(lambda: add(version))
 
         def add(version: Version) -> None:
-            if not published.knows(call.version):  # else another call has opened it
-                published.add(call.version, version)
-            begin()
+            try:
+                if not published.knows(call.version):  # else another call opened it
+                    published.add(call.version, version)
+            except Exception as error:
+                _end_sampling(outcome, error)
+            else:
+                begin()
 
         self._work_on(read)
 
@@ -822,7 +858,7 @@ class Hub:
         end = functools.partial(_end_sampling, outcome)
         try:
             self._samples.submit(call, end, end, on_tokens)
-        except JaxloraError as error:
+        except Exception as error:  # nothing was queued, so the engine goes on
             end(error)
         cancel = lambda: self._samples.cancel(call)
         outcome.add_done_callback(
@@ -1022,12 +1058,16 @@ class Hub:
                 self._inbox.put(lambda: end(key, steps))
 
         def end(key: str | None, steps: int) -> None:
-            own = self._models[model.id]
-            if own is model:
-                model.is_snapshotting = False
-                self._num_snapshots -= 1
-            if key is not None and own.covered_seq < step.seq_id:
-                self._cover(own, step.seq_id, key, steps, pieces)
+            if self._models[model.id] is not model:
+                # The engine was made anew, and the model is being brought from its
+                # earlier snapshot to where it was. This one would skip a part of that.
+                if key is not None:
+                    self._work_on(functools.partial(self._storage.delete, key))
+                return
+            model.is_snapshotting = False
+            self._num_snapshots -= 1
+            if key is not None and model.covered_seq < step.seq_id:
+                self._cover(model, step.seq_id, key, steps, pieces)
             elif key is not None:  # it was unloaded or loaded meanwhile
                 self._work_on(functools.partial(self._storage.delete, key))
             elif model.changed_at is None:
@@ -1089,11 +1129,22 @@ class Hub:
             failure=model.failure,
         )
         written = self._ledger.cover(logged, unneeded)
-        if old is not None:
+        if old is not None and old != key:
             delete = functools.partial(self._storage.delete, old)
             written.add_done_callback(
                 lambda done: None if done.exception() else self._work_on(delete)
             )
+
+    def _cover_if_unchanged(self, model: Model) -> None:
+        """Cuts the log behind operations that changed nothing since a snapshot.
+
+        The log of a model that is evaluated, and not trained, would only grow.
+        """
+        is_quiet = not (model.pieces or model.running or model.is_blocked)
+        has_state = model.snapshot is not None or model.is_unloaded
+        last = model.next_seq - 1
+        if is_quiet and has_state and last > model.covered_seq:
+            self._cover(model, last, model.snapshot, model.steps, ())
 
     # ---- restarts --------------------------------------------------------------------
 
@@ -1107,6 +1158,10 @@ class Hub:
         engine.on_queued, engine.on_settled = self._queued, self._settled
         contents = self._read()
         self._remember(contents)
+        for logged in contents.operations:
+            if self._models[logged.model].failure is not None:
+                # It was accepted after the model had failed, and its failure was lost.
+                self._hold(self._by_number[logged.model, logged.seq_id])
         if not self._meter.restarts:
             own = [*self._models.values()]
             self._work_on(lambda: self._remove_old_snapshots(own))

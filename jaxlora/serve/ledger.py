@@ -171,7 +171,8 @@ class Contents:
 
     Attributes:
         models: The models that have a snapshot, were unloaded or have failed.
-        operations: The operations that no snapshot covers, by model and number.
+        operations: The operations that no snapshot covers or that have no outcome, by
+            model and number.
         pieces: The pieces of work with parts that no snapshot covers, in their order.
     """
 
@@ -225,6 +226,7 @@ class Ledger:
             self._lock.close()
             raise
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._putting, self._is_closed = threading.Lock(), False
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
@@ -239,18 +241,22 @@ class Ledger:
                 )
             )
 
+    def give_up(self) -> None:
+        """Tries once more to write, and breaks off what still cannot be written."""
+        self._is_closing.set()
+
     def close(self) -> None:
         """Writes what was handed in, and lets another server take the database.
 
-        What cannot be written now never will be, and its futures raise.
+        What cannot be written now never will be, and its futures raise, as do those of
+        all that is handed in later.
         """
-        self._is_closing.set()
-        self._entries.put(None)
+        self.give_up()
+        with self._putting:
+            self._is_closed = True
+            self._entries.put(None)
         self._thread.join()
         self._lock.close()
-        while not self._entries.empty():  # it came too late
-            if (entry := self._entries.get()) is not None:
-                entry.is_written.set_exception(StorageError("the server has ended."))
 
     # ---- writing ---------------------------------------------------------------------
 
@@ -343,7 +349,11 @@ class Ledger:
         self, *statements: tuple[sa.Executable, Any], num_bytes: int = 0
     ) -> Future[None]:
         is_written: Future[None] = Future()
-        self._entries.put(_Entry(statements, num_bytes, is_written))
+        with self._putting:
+            if not self._is_closed:
+                self._entries.put(_Entry(statements, num_bytes, is_written))
+                return is_written
+        is_written.set_exception(StorageError("the server has ended."))
         return is_written
 
     # ---- the thread ------------------------------------------------------------------
@@ -433,7 +443,12 @@ class Ledger:
         )
         uncovered = (
             sa.select(_OPERATIONS)
-            .where(~sa.exists(sa.select(_MODELS.c.id).where(is_covered)))
+            .where(
+                sa.or_(
+                    _OPERATIONS.c.outcome.is_(None),
+                    ~sa.exists(sa.select(_MODELS.c.id).where(is_covered)),
+                )
+            )
             .order_by(_OPERATIONS.c.model, _OPERATIONS.c.seq_id)
         )
         with self._database.reading() as connection:

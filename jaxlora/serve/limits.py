@@ -259,7 +259,7 @@ def _content_length(headers: Headers, most: int) -> int:
     text = headers.get("content-length", "0")
     if not (text.isascii() and text.isdecimal()):
         raise HTTPException(400, "the header content-length is no number.")
-    if int(text[:20]) > most:
+    if len(text) > 20 or int(text) > most:
         raise _too_large(most)
     return int(text)
 

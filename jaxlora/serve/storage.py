@@ -284,9 +284,12 @@ class _Folder:
 
     def files(self, key: str) -> dict[str, int]:
         path = self.fetch(key)
-        if path.is_file():
-            return {path.name: path.stat().st_size}
-        return {str(p.relative_to(path)): p.stat().st_size for p in _files_of(path)}
+        try:
+            if path.is_file():
+                return {path.name: path.stat().st_size}
+            return {str(p.relative_to(path)): p.stat().st_size for p in _files_of(path)}
+        except FileNotFoundError:  # another thread has deleted it
+            raise _missing(key) from None
 
     def list(self, prefix: str) -> dict[str, int]:
         path = self._root / prefix
@@ -500,7 +503,8 @@ class _Bucket:
             for path in sorted(paths, key=lambda p: not p.endswith(f"/{_COMMIT}")):
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._store, path)
-        shutil.rmtree(self._cache / key, ignore_errors=True)
+        with self._lock:  # `_trim` looks at all copies
+            shutil.rmtree(self._cache / key, ignore_errors=True)
 
     def clean(self) -> None:
         now = datetime.datetime.now(datetime.UTC)

@@ -6,6 +6,7 @@ the client asks for it. It is there as soon as the storage has what the entry na
 
 import asyncio
 import datetime
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ KINDS = {
 _SCHEME = "tinker://"
 _LINK_SECONDS = 3600.0
 _MOST_LISTED = 1000
+_CHANGES = threading.Lock()  # of what replaces checkpoints
 
 MayRead = Annotated[Principal, Depends(allowed("read"))]
 MayTrain = Annotated[Principal, Depends(allowed("train"))]
@@ -81,7 +83,7 @@ def reserve(
     key = f"{model.tenant}/{id}"
     fields: dict[str, Any] = {"key": key, "seq_id": seq_id, "metadata": metadata}
     about = {name: model.fields[name] for name in ("base_model", "lora")}
-    server.limits.check_storage(model.tenant)
+    _check_storage(server, model.tenant)
     try:
         server.registry.add(
             "checkpoint",
@@ -94,16 +96,20 @@ def reserve(
         )
     except Taken:
         old = server.registry.owned(model.tenant, "checkpoint", id)
-        for known in (old.fields, _next(old)):
+        there = settled(server, old)
+        for known in (old.fields, *_newer(old)):
             if known.get("seq_id") == seq_id:
                 return known["key"]
         if overwrite:
             # What is there never changes, so the new one lies beside it until it is
             # whole.
             fields |= {"key": f"{key}:{seq_id}", "ttl": ttl}
-            server.registry.update(model.tenant, "checkpoint", id, next=fields)
+            with _CHANGES:
+                old = server.registry.owned(model.tenant, "checkpoint", id)
+                newer = [*_newer(old), fields]
+                server.registry.update(old.tenant, old.kind, id, next=newer)
             return fields["key"]
-        if settled(server, old) is not None:
+        if there is not None:
             raise ConfigError(
                 f"{_SCHEME}{id} is there already. Choose another name, or overwrite it."
             ) from None
@@ -111,27 +117,52 @@ def reserve(
     return key
 
 
-def _next(entry: Entry) -> Mapping[str, Any]:
-    """Returns what replaces a checkpoint as soon as it is written."""
-    return entry.fields.get("next") or {}
+def _check_storage(server: Server, tenant: str) -> None:
+    """Checks that a tenant has room for a checkpoint.
+
+    Raises:
+        OverStorage: It has not.
+    """
+    if server.limits.quota(tenant).storage_bytes is None:
+        return
+    for entry in server.registry.list(tenant, "checkpoint"):
+        if not entry.num_bytes or _newer(entry):
+            settled(server, entry)  # it counts from now on, if it is there
+    server.limits.check_storage(tenant)
+
+
+def _newer(entry: Entry) -> Sequence[Mapping[str, Any]]:
+    """Returns what replaces a checkpoint as soon as it is written, the last one last.
+
+    Several saves may wait in the queue of the model, and one that fails replaces
+    nothing.
+    """
+    return entry.fields.get("next") or ()
 
 
 def settled(server: Server, entry: Entry) -> Entry | None:
     """Returns the entry of a checkpoint as it is by now; None: it is not there yet."""
     registry, address = server.registry, (entry.tenant, entry.kind, entry.id)
-    new = _next(entry)
-    if new and (size := _size(server, new["key"])) is not None:
-        now, ttl = registry.touch(*address).touched_at, new["ttl"]
-        found = registry.update(
-            *address,
-            key=new["key"],
-            seq_id=new["seq_id"],
-            metadata=new["metadata"],
-            next=None,
-            num_bytes=size,
-            expires_at=None if ttl is None else now + ttl,
-        )
-        server.storage.delete(entry.fields["key"])
+    newer = _newer(entry)
+    for number, new in reversed([*enumerate(newer)]):
+        if (size := _size(server, new["key"])) is None:
+            continue
+        with _CHANGES:
+            now = registry.touch(*address)
+            if new not in _newer(now):
+                return now  # another request has done this
+            ttl, left = new["ttl"], _newer(now)[_newer(now).index(new) + 1 :]
+            found = registry.update(
+                *address,
+                key=new["key"],
+                seq_id=new["seq_id"],
+                metadata=new["metadata"],
+                next=left,
+                num_bytes=size,
+                expires_at=None if ttl is None else now.touched_at + ttl,
+            )
+        for old in (entry.fields, *newer[:number]):
+            server.storage.delete(old["key"])
         return found
     if entry.num_bytes:
         return entry

@@ -64,7 +64,7 @@ class Sample:
 class Samplers:
     """Samplers of clients, and the samples that they ask for.
 
-    Any thread may use it.
+    Any thread may use it, but for `submit`.
     """
 
     def __init__(self, server: Server, *, clock: Callable[[], float] = time.monotonic):
@@ -157,26 +157,34 @@ class Samplers:
             found = self._samples.get(request_id)
         return found if found is not None and found.tenant == tenant else None
 
-    def submit(self, who: Principal, content: bytes, body: bodies.Sample) -> Sample:
-        """Accepts a request for samples.
-
-        Args:
-            who: Who sends it.
-            content: Its body.
-            body: The body, decoded.
+    def owned(self, who: Principal, body: bodies.Sample) -> Entry:
+        """Returns the sampler that a request for samples names.
 
         Raises:
-            JaxloraError: It cannot be done, or the sampler is another's.
-            HTTPException: Its number has another request.
+            JaxloraError: It names none, or the sampler is another's.
         """
         if body.sampling_session_id is None or body.seq_id is None:
             raise ConfigError(
                 "the request has no sampling_session_id and seq_id. Make a sampler by "
                 "create_sampling_session first."
             )
-        sampler = self._server.registry.owned(
+        return self._server.registry.owned(
             who.tenant, "sampler", body.sampling_session_id
         )
+
+    def submit(self, sampler: Entry, content: bytes, body: bodies.Sample) -> Sample:
+        """Accepts a request for samples. Only the thread of the server calls this.
+
+        Args:
+            sampler: Its sampler.
+            content: Its body.
+            body: The body, decoded.
+
+        Raises:
+            JaxloraError: It cannot be done.
+            HTTPException: Its number has another request.
+        """
+        assert body.seq_id is not None
         number, digest = (sampler.id, body.seq_id), hashlib.sha256(content).digest()
         with self._lock:
             known = self._by_number.get(number)
@@ -185,11 +193,13 @@ class Samplers:
         call = self._call(sampler, body)
         sample = Sample(
             request_id=secrets.token_hex(16),
-            tenant=who.tenant,
+            tenant=sampler.tenant,
             digest=digest,
             call=call,
             last=body.prompt_logprobs_last_n,
-            outcome=self._server.hub.sample(who.tenant, call, sampler.fields["key"]),
+            outcome=self._server.hub.sample(
+                sampler.tenant, call, sampler.fields["key"]
+            ),
         )
         with self._lock:
             self._forget()
@@ -313,7 +323,8 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
     async def asample(who: MaySample, request: Request) -> Any:
         content = await request.body()
         body = bodies.parsed(content, bodies.Sample)
-        sample = samplers.submit(who, content, body)
+        sampler = await asyncio.to_thread(samplers.owned, who, body)
+        sample = samplers.submit(sampler, content, body)
         ids = [f"{sample.request_id}:{i}" for i in range(sample.call.num_samples)]
         return {"request_id": sample.request_id, "sample_sequence_ids": ids}
 

@@ -11,7 +11,7 @@ from jaxlora.serve.server import Server
 from jaxlora.serve.tinker import bodies
 from jaxlora.serve.tinker.bodies import read
 from jaxlora.serve.tinker.checkpoints import Limit, Offset, iso
-from jaxlora.serve.tinker.training import unload
+from jaxlora.serve.tinker.training import Promise, accepted, unload
 
 Anyone = Annotated[Principal, Depends(authenticate)]
 MayRead = Annotated[Principal, Depends(allowed("read"))]
@@ -152,7 +152,8 @@ def _add_life(api: APIRouter, server: Server) -> None:
     @api.post("/sessions/{id}/finish")
     async def finish(who: Anyone, id: str, request: Request) -> Any:
         body = await read(request, Finish)
-        await asyncio.to_thread(_finish, server, who, id, body)
+        for promise in await asyncio.to_thread(_finish, server, who, id, body):
+            await accepted(promise)
         return {}
 
 
@@ -163,17 +164,27 @@ class Finish(bodies.Body):
     detail: str | None = None
 
 
-def _finish(server: Server, who: Principal, id: str, body: Finish) -> None:
-    """Ends a session and unloads its models; only the first reason counts."""
-    session = server.registry.owned(who.tenant, "session", id)
-    if session.fields.get("finished"):
-        return
-    reason = str(body.reason.get("type"))
-    kind = reason if reason in ("success", "errored", "interrupted") else "success"
-    ended = {"reason": kind, "detail": body.detail}
-    server.registry.update(who.tenant, "session", id, finished=ended)
-    for model in server.registry.list(who.tenant, "model", parent=id):
-        unload(server, model)
+def _finish(server: Server, who: Principal, id: str, body: Finish) -> list[Promise]:
+    """Ends a session and unloads its models; only the first reason counts.
+
+    A request that comes again unloads the models that the first one did not reach.
+    """
+    registry = server.registry
+    session = registry.owned(who.tenant, "session", id)
+    if not who.may("train") and registry.count(who.tenant, "model", parent=id):
+        raise HTTPException(
+            403,
+            "this key does not allow train, and the session has models, which would "
+            "be unloaded. Finish it with the key that has made them.",
+        )
+    if not session.fields.get("finished"):
+        reason = str(body.reason.get("type"))
+        kind = reason if reason in ("success", "errored", "interrupted") else "success"
+        ended = {"reason": kind, "detail": body.detail}
+        registry.update(who.tenant, "session", id, finished=ended)
+    models = registry.list(who.tenant, "model", parent=id)
+    left = [model for model in models if not model.fields.get("unloaded")]
+    return [unload(server, model) for model in left]
 
 
 def _add_lists(api: APIRouter, server: Server) -> None:

@@ -7,6 +7,8 @@ promise then fails, as a gap would hold up all requests after it.
 """
 
 import asyncio
+import functools
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -215,6 +217,11 @@ class Models:
         self._noted.setdefault(id, now)
         return found
 
+    def is_known(self, who: Principal, id: str) -> bool:
+        """Whether `owned` needs no database, which may take its time or be away."""
+        age = time.monotonic() - self._noted.get(id, -math.inf)
+        return (who.tenant, id) in self._known and age < _NOTE_SECONDS
+
     def submit(
         self,
         who: Principal,
@@ -382,7 +389,7 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
     return api
 
 
-async def _accepted(promise: Promise) -> dict[str, str]:
+async def accepted(promise: Promise) -> dict[str, str]:
     """Returns the answer to a request that is accepted, as soon as it is on disk."""
     if not await is_done(promise.accepted, POLL_SECONDS):
         raise HTTPException(408, "the server cannot accept requests now. Try again.")
@@ -394,23 +401,24 @@ def _add_models(api: APIRouter, server: Server, models: Models) -> None:
     @api.post("/create_model")
     async def create_model(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.CreateModel)
-        return await _accepted(await asyncio.to_thread(models.create, who, body))
+        return await accepted(await asyncio.to_thread(models.create, who, body))
 
     @api.post("/load_weights")
     async def load_weights(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.LoadWeights)
         if body.model_id is None or body.seq_id is None:
-            return await _accepted(await asyncio.to_thread(models.load_new, who, body))
+            return await accepted(await asyncio.to_thread(models.load_new, who, body))
         make = lambda model: models.load(who, body)
         address = body.model_id, body.seq_id
-        return await _accepted(
+        return await accepted(
             await asyncio.to_thread(models.submit, who, *address, make)
         )
 
     @api.post("/get_info")
     async def get_info(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OfModel)
-        model = server.registry.owned(who.tenant, "model", body.model_id)
+        owned = server.registry.owned
+        model = await asyncio.to_thread(owned, who.tenant, "model", body.model_id)
         name = model.fields["base_model"]
         data = {
             "arch": server.hub.engine.model.config.model_type,
@@ -429,17 +437,30 @@ def _add_models(api: APIRouter, server: Server, models: Models) -> None:
     @api.post("/unload_model")
     async def unload_model(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OfModel)
-        model = server.registry.owned(who.tenant, "model", body.model_id)
-        return await _accepted(unload(server, model))
+
+        def accept() -> Promise:
+            model = server.registry.owned(who.tenant, "model", body.model_id)
+            return unload(server, model)
+
+        return await accepted(await asyncio.to_thread(accept))
 
 
 def unload(server: Server, model: Entry) -> Promise:
     """Unloads a model after all that was asked of it."""
+    promise = server.hub.submit_last(model.tenant, model.id, Unload())
     server.registry.update(model.tenant, "model", model.id, unloaded=True)
-    return server.hub.submit_last(model.tenant, model.id, Unload())
+    return promise
 
 
 def _add_passes(api: APIRouter, models: Models) -> None:
+    async def accept(
+        who: Principal, body: PassBody | bodies.OptimStep, make: Callable[[], Operation]
+    ) -> Any:
+        """Accepts a small request, in this thread if no database is asked."""
+        given = who, body.model_id, body.seq_id, lambda model: make()
+        if models.is_known(who, body.model_id):
+            return await accepted(models.submit(*given))
+        return await accepted(await asyncio.to_thread(models.submit, *given))
 
     async def submit(
         who: Principal, request: Request, name: str, *, may_be_protobuf: bool
@@ -447,17 +468,20 @@ def _add_passes(api: APIRouter, models: Models) -> None:
         content = await request.body()
         kind = request.headers.get("content-type", "")
 
-        def accept() -> Promise:
+        def parsed() -> PassBody:
             if may_be_protobuf and kind.startswith(PROTOBUF):
-                body = bodies.pass_of_protobuf(content)
-            else:
-                body = bodies.pass_of_json(content, name)
+                return bodies.pass_of_protobuf(content)
+            return bodies.pass_of_json(content, name)
+
+        def accept_large() -> Promise:
+            body = parsed()
             make = lambda model: models.pass_of(body)
             return models.submit(who, body.model_id, body.seq_id, make)
 
         if len(content) > _LARGE_BODY:
-            return await _accepted(await asyncio.to_thread(accept))
-        return await _accepted(accept())
+            return await accepted(await asyncio.to_thread(accept_large))
+        body = parsed()
+        return await accept(who, body, lambda: models.pass_of(body))
 
     @api.post("/forward_backward")
     async def forward_backward(who: MayTrain, request: Request) -> Any:
@@ -471,8 +495,7 @@ def _add_passes(api: APIRouter, models: Models) -> None:
     @api.post("/optim_step")
     async def optim_step(who: MayTrain, request: Request) -> Any:
         body = await read(request, bodies.OptimStep)
-        make = lambda model: _step(body)
-        return await _accepted(models.submit(who, body.model_id, body.seq_id, make))
+        return await accept(who, body, lambda: _step(body))
 
 
 def _add_saves(api: APIRouter, models: Models, samplers: Samplers) -> None:
@@ -488,7 +511,7 @@ def _add_saves(api: APIRouter, models: Models, samplers: Samplers) -> None:
             given = lambda model: make(model, body)
             return models.submit(who, body.model_id, body.seq_id, given)
 
-        return await _accepted(await asyncio.to_thread(accept))
+        return await accepted(await asyncio.to_thread(accept))
 
     @api.post("/save_weights")
     async def save_weights(who: MayTrain, request: Request) -> Any:
@@ -514,7 +537,8 @@ def _add_results(api: APIRouter, server: Server, samplers: Samplers) -> None:
                 return waiting(body.request_id)
             return sample.answer(as_protobuf=as_protobuf)
         try:
-            promise = server.hub.promise(who.tenant, body.request_id)
+            find = functools.partial(server.hub.promise, who.tenant, body.request_id)
+            promise = find(only_in_memory=True) or await asyncio.to_thread(find)
         except StorageError:
             # The client asks again at once, and the database needs a moment.
             await asyncio.sleep(_RETRY_SECONDS)

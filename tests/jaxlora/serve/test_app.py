@@ -113,6 +113,8 @@ def test_without_a_key_nothing_is_answered(client, server):
         assert answer.headers["www-authenticate"] == "Bearer"
     wrong = {"x-api-key": "tml-local"}
     assert "this key is not valid" in client.get("/none", headers=wrong).text
+    for host in ("testserver/download/x?", "testserver/healthz?", "testserver/?"):
+        assert client.get("/none", headers={"host": host}).status_code == 401, host
     assert client.get("/healthz").json() == {"status": "ok"}
 
 
@@ -299,7 +301,10 @@ def test_what_is_over_is_deleted_with_its_files(model, tmp_path):
             expires_in=expires_in,
             key=f"alice/m/weights/{name}",
         )
+    # One that cannot be deleted now does not keep the others.
+    server.registry.add("checkpoint", "alice", "bad", expires_in=-2.0, key="no key")
     delete_expired(server)
+    server.registry.delete("alice", "checkpoint", "bad")
     assert [entry.id for entry in server.registry.list(None, "checkpoint")] == ["there"]
     assert server.storage.list("alice") == {"alice/m/weights/there": 1}
     server.database.close()

@@ -1,5 +1,6 @@
 """The hub runs the operations of models in their order, and keeps its promises."""
 
+import dataclasses
 import pathlib
 import sqlite3
 import threading
@@ -11,10 +12,12 @@ import pytest
 import sqlalchemy as sa
 
 from jaxlora.config.session_config import AdamParams, SessionConfig
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, StorageError
 from jaxlora.hf.load import load_model
+from jaxlora.serve import hub as module
 from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub, HubSettings, SeqConflict, Unavailable
+from jaxlora.serve.ledger import Logged
 from jaxlora.serve.operation import (
     Create,
     Done,
@@ -24,12 +27,14 @@ from jaxlora.serve.operation import (
     Save,
     Step,
     Unload,
+    encode,
     encode_outcome,
 )
 from jaxlora.serve.storage import Storage
 from jaxlora.session.datum import ChosenLoss, Datum
 from jaxlora.session.engine import Engine
 from jaxlora.session.operations import begin_state_file
+from jaxlora.session.samples import SampleCall, Samples
 from tests import tiny
 from tests.jaxlora.session.conftest import SETTINGS
 from tests.jaxlora.session.test_losses import datums
@@ -289,10 +294,29 @@ def test_a_model_with_a_gap_fails(open_hub):
     for number in (2, 4):
         found = hub.submit("t", "m", number, STEP).outcome.result(timeout=60)
         assert found == failed
+    assert hub.submit_last("t", "m", Unload()).outcome.result(timeout=60) == failed
+    (found, _) = hub.status().models
+    assert (found.pending_datums, found.pending_tokens) == (0, 0)
     crash(hub)
-    again = open_hub()
+    again = open_hub(starts=False)
+    # The failure of this one was not on disk before the crash.
+    encoded = encode(STEP)
+    lost = Logged(
+        model="m",
+        seq_id=9,
+        request_id="9" * 32,
+        tenant="t",
+        encoded=encoded,
+        digest=encoded.digest,
+    )
+    again._ledger.accept(lost).result()
+    again.start()
+    assert again.promise("t", "9" * 32).outcome.result(timeout=60) == failed
+    unload = again.submit_last("t", "m", Unload())
+    assert unload.outcome.result(timeout=60) == failed
+    assert again.submit_last("t", "m", Unload()) is unload
     assert again.submit("t", "m", 4, STEP).outcome.result(timeout=60) == failed
-    assert again.submit("t", "m", 5, STEP).outcome.result(timeout=60) == failed
+    assert again.submit("t", "m", 6, STEP).outcome.result(timeout=60) == failed
     (found,) = run(again, STEP, model="other", first=2)
     assert isinstance(found, Done)
 
@@ -311,6 +335,28 @@ def test_outcomes_are_forgotten_after_their_time(open_hub):
         hub.submit("t", "m", 1, CREATE)
     (step,) = run(hub, STEP, first=5)
     assert step.result.step == 2
+
+
+def test_the_log_of_a_model_that_is_evaluated_does_not_grow(open_hub):
+    clock = Clock()
+    hub = open_hub(clock=clock, keep_seconds=-10.0, snapshot_steps=1)
+    run(hub, CREATE, *ROUND)
+    wait_for(lambda: hub._models["m"].snapshot)
+    evaluation = dataclasses.replace(training_pass(), is_training=False)
+    for first in (5, 7):
+        run(hub, evaluation, evaluation, first=first)
+        clock.now += 100.0
+        wait_for(lambda: not hub._ledger.read().operations)
+    late = training_pass(1)  # its gradients are in no snapshot
+    run(hub, late, evaluation, first=9)
+    clock.now += 100.0
+    wait_for(lambda: hub._next_forgetting > clock.now)
+    hub._ledger.flush()
+    assert [one.seq_id for one in hub._ledger.read().operations] == [9, 10]
+    crash(hub)
+    again = open_hub()
+    (step,) = run(again, STEP, first=11)
+    assert step.result.step == 2 and step.result.grad_norm > 0
 
 
 def test_an_unloaded_model_leaves_nothing(open_hub, tmp_path):
@@ -397,6 +443,44 @@ def test_an_error_of_the_engine_changes_nothing(open_hub, monkeypatch):
     assert hub.status().health == "running"
 
 
+def test_a_snapshot_of_the_engine_before_an_error_is_not_used(
+    open_hub, monkeypatch, tmp_path
+):
+    """The model is brought from the earlier one to where it was."""
+    hub, waiting = open_hub(snapshot_steps=1), []
+    run(hub, CREATE, *ROUND)
+    wait_for(lambda: hub._models["m"].snapshot)
+    work_on = hub._work_on
+    monkeypatch.setattr(hub, "_work_on", waiting.append)
+    run(hub, *ROUND, first=5)
+    wait_for(lambda: waiting)
+    covered = hub._models["m"].covered_seq
+    fails(monkeypatch, times=1)
+    assert isinstance(run(hub, training_pass(3), first=8)[0], Done)
+    assert hub.status().restarts == 1
+    monkeypatch.setattr(hub, "_work_on", work_on)
+    bits = state(hub)
+    with monkeypatch.context() as patch:  # it was copied before the error
+        patch.setattr(module, "write_state", lambda path, *_: path.write_bytes(b""))
+        waiting[0]()
+    wait_for(hub._inbox.empty)
+    run(hub, CREATE, model="n")
+    assert hub._models["m"].covered_seq == covered
+    crash(hub)
+    again = open_hub()
+    run(again, CREATE, model="k")
+    assert state(again)[-1000:] == bits[-1000:]
+
+
+def test_an_error_of_ours_before_a_sample_fails_the_sample_alone(hub, monkeypatch):
+    monkeypatch.setattr(Samples, "submit", lambda *_: 1 / 0)
+    call = SampleCall(version="base", prompt=(1,), max_tokens=1, seed=0)
+    failed = hub.sample("t", call).result(timeout=60)
+    assert isinstance(failed, Failed) and failed.category == "server"
+    run(hub, CREATE)
+    assert hub.status().restarts == 0
+
+
 def test_an_operation_that_breaks_the_engine_fails_alone(open_hub, monkeypatch):
     """Others in its microbatches are done, also those of its model."""
     bad = Datum(tokens=[7, 251], target_tokens=[1, 2])
@@ -444,6 +528,27 @@ def test_an_engine_that_cannot_be_made_anew_ends_the_hub(open_hub, monkeypatch):
     (step,) = run(again, STEP, first=4)
     assert step.result.step == 1
     assert isinstance(again.promise("t", late.request_id).outcome.result(), Done)
+
+
+def test_an_end_while_the_database_is_away_and_the_engine_is_made_anew(
+    open_hub, monkeypatch
+):
+    hub = open_hub()
+    run(hub, CREATE)
+
+    def fail(entries):
+        raise StorageError("the database is away.")
+
+    errors = fails(monkeypatch, times=1)
+    monkeypatch.setattr(module, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(hub._ledger, "_commit", fail)
+    late = hub.submit("t", "m", 2, training_pass())
+    wait_for(lambda: errors)
+    ending = threading.Thread(target=hub.stop, daemon=True)
+    ending.start()
+    ending.join(timeout=30)
+    assert not ending.is_alive()
+    assert isinstance(late.accepted.exception(), StorageError)
 
 
 def test_settings_that_cannot_replay_lose_nothing(open_hub, monkeypatch):

@@ -125,6 +125,12 @@ def test_one_server_has_a_database(database, ledger):
     Ledger(database).close()
 
 
+def test_what_is_handed_in_after_the_end_fails_at_once(ledger):
+    ledger.close()
+    with pytest.raises(StorageError, match="the server has ended"):
+        ledger.flush(timeout=5)
+
+
 def test_an_old_server_cannot_write(database, ledger):
     """Such as one that was cut off from Postgres, and has lost its lock."""
     ledger._lock.close()

@@ -7,7 +7,17 @@ import tarfile
 import numpy as np
 import pytest
 
-from tests.jaxlora.serve.tinker.conftest import ADAM, NAME, logprobs_of, pass_request
+from jaxlora.config.serve_config import Quota
+from jaxlora.serve.app import delete_expired
+from jaxlora.serve.hub import Hub, Unavailable
+from jaxlora.serve.tinker.checkpoints import reserve
+from tests.jaxlora.serve.tinker.conftest import (
+    ADAM,
+    NAME,
+    Api,
+    logprobs_of,
+    pass_request,
+)
 from tests.jaxlora.session.test_losses import datums
 
 DATA = datums(np.random.default_rng(0))
@@ -85,6 +95,36 @@ def test_a_name_is_taken_once(api, trained):
     assert api.server.storage.fetch(key).read_bytes() != state
     # What was accepted before is the same request, although the name is taken.
     assert "error" not in save(api, trained, 9, "one", overwrite=True)
+
+
+def test_the_last_save_that_was_written_counts(api, trained):
+    """Also if nobody has looked since, and the first one was to expire by now."""
+    assert "error" not in save(api, trained, 3, "one", ttl_seconds=3600)
+    folder, server = f"alice/{trained}/weights", api.server
+    for seq_id in (4, 8):
+        assert "error" not in save(api, trained, seq_id, "one", overwrite=True)
+        step(api, trained, seq_id + 1)
+        assert len(server.storage.list(folder)) == 2
+    entry = server.registry.owned("alice", "checkpoint", f"{trained}/weights/one")
+    server.registry.update("alice", "checkpoint", entry.id, expires_at=1.0)
+    delete_expired(server)
+    for seq_id in (20, 21):  # these fail, or are not written yet
+        model = server.registry.owned("alice", "model", trained)
+        given = {"seq_id": seq_id, "ttl": None, "metadata": None, "overwrite": True}
+        reserve(server, model, "weights", "one", **given)
+    assert [*server.storage.list(folder)] == [f"{folder}/one:8"]
+    resumed = load(api, f"tinker://{entry.id}", 0, optimizer=True)
+    assert np.isfinite(step(api, resumed, 1)).all()
+
+
+def test_what_nobody_has_listed_counts_for_the_quota(api, trained, monkeypatch):
+    save(api, trained, 3, "one")
+    quota = Quota(storage_bytes=1)
+    monkeypatch.setattr(type(api.server.limits), "quota", lambda *_: quota)
+    given = {"model_id": trained, "seq_id": 4, "path": "two"}
+    assert "you have stored" in api.post("save_weights", 402, **given)["detail"]
+    monkeypatch.undo()
+    assert "error" not in save(api, trained, 4, "two")
 
 
 def test_lists_and_changes(api, trained):
@@ -185,3 +225,28 @@ def test_a_finished_session_ends_its_models(api):
     assert found["status"]["reason"]["type"] == "errored"
     other = api.model()
     assert api.result(api.post("unload_model", model_id=other))["model_id"] == other
+
+
+def test_a_session_that_was_not_finished_wholly_is_finished_later(api, monkeypatch):
+    session = api.session()
+    models = [api.model(session, number) for number in range(2)]
+    submit = Hub.submit_last
+
+    def fail(hub, tenant, model, operation):
+        if model == models[0]:
+            raise Unavailable("the disk is full.")
+        return submit(hub, tenant, model, operation)
+
+    finish = f"sessions/{session}/finish"
+    with monkeypatch.context() as patch:
+        patch.setattr(Hub, "submit_last", fail)
+        api.post(finish, 503, reason={"type": "success"})
+    one = {"X-API-Key": api.server.keys.add("alice", ["read", "sample"])}
+    reader = Api(api.server, api.client, one)
+    assert "does not allow train" in reader.post(finish, 403, reason={})["detail"]
+    api.post(finish, reason={"type": "success"})
+    for model in models:
+        entry = api.server.registry.owned("alice", "model", model)
+        assert entry.fields["unloaded"]
+        late = api.submit(pass_request(model, 1, DATA))
+        assert late.status_code == 422 and "was unloaded" in late.json()["detail"]
