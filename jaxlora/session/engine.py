@@ -384,7 +384,13 @@ class Engine:
         _check_fits(name, adapter, self.spec)
 
     def anew(self) -> "Engine":
-        """Returns another engine of the same model and settings, without adapters."""
+        """Returns another engine of the same model and settings, without adapters.
+
+        This one cannot be used any more: there is no memory for the slots of both.
+        """
+        self._is_lost = True
+        for array in jax.tree.leaves(self.table.state):
+            array.delete()
         return Engine(self.model, self.config, **self._given)
 
     def close(self, one: OpenAdapter) -> None:
@@ -553,14 +559,22 @@ class Engine:
             )
 
     def _advance(self) -> bool:
+        steps = []
         for one in self.adapters.values():
             number = next(iter(one.calls), None)
             if number is not None and isinstance(one.calls[number], StepCall):
-                self._queue_step(one, number)
-                return True
+                steps.append((one, number))
+                if one.last_step is None or one.last_step.result is not None:
+                    self._queue_step(one, number)
+                    return True
+        # Steps that follow steps of their adapters wait for these. Microbatches come
+        # first, so that many steps in a row do not hold up others.
         places: list[Place] = []
         if waiting := [*self._waiting(places)]:
             self._queue_passes(waiting, places)
+            return True
+        if steps:
+            self._queue_step(*steps[0])
             return True
         if self._in_flight:
             self._settle()

@@ -1,6 +1,7 @@
 """Where open adapters are: in slots, parked on the host, or in files."""
 
 import dataclasses
+import itertools
 import logging
 import os
 import pathlib
@@ -32,6 +33,8 @@ _MOST_LEAVING = 4  # adapters whose copies are still on the device
 # of the host's.
 _PINNED_BYTES, _PINNED_SHARE = 32 * 2**30, 0.25
 _HOST_SHARE = 0.5  # of the free memory of the host, for parked adapters
+# Of files. An engine that has failed may still write some into the folder of the next.
+_NUMBERS = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +115,7 @@ class _File:
         try:
             safetensors.numpy.save_file(self.rows.on_host(), self.path)
             self.rows = None
-        except (OSError, safetensors.SafetensorError) as error:
+        except Exception as error:  # of the disk, or of the device that has the rows
             logger.warning("an adapter stays in memory: %s: %s", self.path, error)
         self.written.set_result(None)
 
@@ -206,7 +209,6 @@ class Residence:
         self._here: dict[Resident, None] = {}
         self._parked: dict[Resident, None] = {}
         self._leaving: deque[_Rows] = deque()
-        self._files = 0
         self._writer: ThreadPoolExecutor | None = None
         self.num_moves = 0
 
@@ -238,8 +240,8 @@ class Residence:
         """
         for one in some:
             if one.slot is None:
-                if not self._free or self._is_full(one.tenant):
-                    self.park(self._victim(one, some, busy, now))
+                if (victim := self._victim(one, some, busy, now)) is not None:
+                    self.park(victim)
                 self._enter(one)
                 one.came = now
             self._here.pop(one)
@@ -259,12 +261,16 @@ class Residence:
         some: Sequence[Resident],
         busy: Collection[Resident],
         now: int,
-    ) -> Resident:
-        """Returns the adapter that leaves its slot for another one."""
+    ) -> Resident | None:
+        """Returns the adapter that leaves its slot for another one; None: none does."""
         others = [one for one in self._here if one not in some]
         own = [one for one in others if one.tenant == coming.tenant]
-        if own and self._is_full(coming.tenant):
+        # A microbatch that runs again may have more adapters of a tenant than its quota
+        # allows by now. Then there is no own one to leave.
+        if self._is_full(coming.tenant) and (own or self._free):
             others = own
+        elif self._free:
+            return None
         return min(
             others,
             key=lambda one: (
@@ -272,6 +278,7 @@ class Residence:
                 now - one.came < self._min_stay,
                 one.has_gradients,
             ),
+            default=None,
         )
 
     def remove(self, one: Resident) -> None:
@@ -423,8 +430,7 @@ class Residence:
         if self._writer is None:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._writer = ThreadPoolExecutor(1, "jaxlora-cold")
-        self._files += 1
-        path = self._folder / f"{self._files}.safetensors"
+        path = self._folder / f"{next(_NUMBERS)}.safetensors"
         file = _File(path, rows.is_finite, rows)
         self._writer.submit(file.write)
         return file

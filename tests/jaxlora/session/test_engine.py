@@ -430,6 +430,16 @@ def test_a_layout_gives_the_same_bits_again(tiny_model, make_adapter):
     assert_same(state(again, "c"), state(first, "c"))
 
 
+def test_many_steps_in_a_row_do_not_hold_up_others(opened):
+    session, data = opened("a", "b"), datums(np.random.default_rng(1))
+    rows = []
+    session._engine.on_queued = lambda piece: rows.append(piece.rows)
+    steps = [session.optim_step("a", RATE) for _ in range(5)]
+    session.forward_backward("b", data)
+    assert [one.result().step for one in steps] == [1, 2, 3, 4, 5]
+    assert rows == [0, 32, 0, 0, 0, 0]
+
+
 def test_the_device_is_one_microbatch_ahead(opened):
     """So a new call waits for two at most."""
     session, ahead = opened("a"), []

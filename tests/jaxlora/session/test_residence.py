@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
 import numpy as np
+import pytest
 
 from jaxlora import Datum
 from jaxlora.config.session_config import AdamParams, SessionConfig
+from jaxlora.errors import DeviceError
 from jaxlora.session.datum import ChosenLoss
 from jaxlora.session.engine import Engine, StepCall
 from jaxlora.session.operations import pass_call
@@ -213,3 +216,49 @@ def test_a_tenant_has_no_more_slots_than_it_may(tiny_model, make_adapter):
         here = [one for one in every if one.slot is not None]
         assert len(here) == 2 and other.slot is not None
     assert all(one.has_gradients for one in every)
+
+
+def test_a_microbatch_runs_again_with_more_adapters_than_a_quota_has(
+    tiny_model, make_adapter
+):
+    """The quota was larger when it was logged."""
+    engine = Engine(tiny_model, SessionConfig(**SETTINGS), slots_of=lambda tenant: 1)
+    adapter = scaled(make_adapter(("q_proj",), rank=2, seed=0))
+    data, loss = (
+        datums(np.random.default_rng(8), (9,)),
+        ChosenLoss.of("cross_entropy", None),
+    )
+    places, others = [], [engine.open(f"c{i}", adapter, tenant=f"{i}") for i in "123"]
+    for name in "ab":
+        one = engine.open(name, adapter, tenant="few")
+        call = pass_call(engine, data, loss, is_training=True)
+        engine.submit(one, call)
+        places.append((one, call, 0))
+    engine.run_layout(32, places)
+    engine.drain()
+    assert all(one.slot is not None for one, *_ in places)
+    assert all(one.slot is not None for one in others)  # there was a free slot
+
+
+def test_an_engine_made_anew_takes_the_place_of_the_old_one(
+    tiny_model, make_adapter, tmp_path
+):
+    """Its slots have the memory of the old ones, and its files have other names."""
+    room = {"host_bytes": 1, "folder": tmp_path / "cold"}
+    session = new(tiny_model, make_adapter, "ab", **room)
+    train(session, "ab", 1)
+    old = session._engine
+    old.park(old.adapters["a"])
+    late = old.adapters["a"].away
+    late.written.result()
+    session._engine = old.anew()
+    assert all(x.is_deleted() for x in jax.tree.leaves(old.table.state))
+    with pytest.raises(DeviceError, match="cannot go on"):
+        old.advance()
+    session._engine.open("a", scaled(make_adapter(LINEARS, rank=4, seed=5)))
+    train(session, "a", 1)
+    wanted, one = state(session, "a"), session._engine.adapters["a"]
+    session._engine.park(one)
+    one.away.written.result()
+    late.path.write_bytes(b"the old engine was still writing")
+    assert_same(state(session, "a"), wanted)
