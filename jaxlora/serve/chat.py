@@ -1,6 +1,7 @@
 """`/v1`: chat in OpenAI's form, whose model is the base or an adapter of the tenant."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -309,7 +310,7 @@ class Chat:
         self._put((number, [*tokens], [*logprobs]))
 
     def _put(self, new: tuple[int, list[int], list[float]] | None) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             self._loop.call_soon_threadsafe(self._new.put_nowait, new)
 
     # ---- at once ---------------------------------------------------------------------

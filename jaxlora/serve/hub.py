@@ -840,7 +840,9 @@ class Hub:
 
         def add(version: Version) -> None:
             try:
-                if not published.knows(call.version):  # else another call opened it
+                if published.knows(call.version):  # another call has opened it
+                    published.drop(version)
+                else:
                     published.add(call.version, version)
             except Exception as error:
                 _end_sampling(outcome, error)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
@@ -26,7 +27,7 @@ from jaxlora.adapters.parked_slot import without_values
 from jaxlora.adapters.settings_table import SettingsTable
 from jaxlora.adapters.slot_state import padded_rows, zero_tables
 from jaxlora.common.job_name import BASE
-from jaxlora.errors import ConfigError
+from jaxlora.errors import ConfigError, StorageError
 from jaxlora.generate.loaded import NO_ADAPTER, LoadedDecoder, LoadedStage
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
@@ -157,19 +158,21 @@ class Published:
 
         Raises:
             ConfigError: There is a version of this name, of another source.
+            StorageError: A version has to go to a file, which cannot be written.
         """
         if source and name in self._versions and self.version(name).source == source:
             self.release(name)
+        self._check_new(name)
         engine, version = self._engine, Version(like=one.like, source=source)
         number = np.int32(0 if one is engine.base else engine.bring(one))
-        self.add(name, version)
         if (slot := self._free_slot()) is None:  # samples run with all that are there
             rows = _read(engine.table.weights, number, self._tables)
             version.file = self._new_file(jax.device_get(rows))
-            return
-        given = self._tables, engine.table.weights, number, np.int32(slot)
-        self._tables = _copy(*given)
-        self._put(version, slot)
+        else:
+            given = self._tables, engine.table.weights, number, np.int32(slot)
+            self._tables = _copy(*given)
+            self._put(version, slot)
+        self.add(name, version)
 
     def open_folder(self, name: str, path: str | os.PathLike) -> None:
         """Makes a version of a folder of PEFT.
@@ -188,7 +191,7 @@ class Published:
 
         Raises:
             JaxloraError: The folder cannot be read or does not fit the model and its
-                slots.
+                slots, or a file cannot be written.
         """
         config, path = self._engine.model.config, pathlib.Path(path)
         adapter = import_peft(path, linear_shapes(config))
@@ -204,12 +207,15 @@ class Published:
         Raises:
             ConfigError: There is a version of this name.
         """
+        self._check_new(name)
+        self._versions[name] = version
+        self._end_oldest()
+
+    def _check_new(self, name: str) -> None:
         if name == BASE or name in self._versions:
             raise ConfigError(
                 f"there is a version {name!r} already. Choose another name."
             )
-        self._versions[name] = version
-        self._end_oldest()
 
     def _end_oldest(self) -> None:
         """Ends the versions that are too many beside those on the device."""
@@ -220,7 +226,6 @@ class Published:
             for name, version in self._versions.items()
             if version.slot is None and not version.num_held
         ]
-        # The new one gets a slot, from one that gets a file in its place.
         for _, name in sorted(others)[: -self._num_files]:
             self.release(name)
 
@@ -239,6 +244,10 @@ class Published:
         """
         version = self.version(name)
         del self._versions[name]
+        self.drop(version)
+
+    def drop(self, version: Version) -> None:
+        """Ends a version that has no name."""
         version.is_released = True
         self._end_if_unused(version)
 
@@ -277,13 +286,23 @@ class Published:
 
         Returns:
             Its slot; None: all slots have versions that are pinned.
+
+        Raises:
+            StorageError: Its file cannot be read, or that of one that leaves for it
+                cannot be written.
         """
         if version.slot is None:
             slot = self._free_slot()
             if slot is None:
                 return None
             assert version.file is not None
-            rows = safetensors.numpy.load_file(version.file)
+            try:
+                rows = safetensors.numpy.load_file(version.file)
+            except (OSError, safetensors.SafetensorError) as error:
+                raise StorageError(
+                    f"a published version cannot be read from {version.file}: {error}. "
+                    "Publish the adapter again."
+                ) from error
             self._tables = _write(self._tables, rows, np.int32(slot))
             self._put(version, slot)
         version.num_pinned += 1
@@ -320,9 +339,15 @@ class Published:
 
     def _new_file(self, rows: dict[str, np.ndarray]) -> pathlib.Path:
         path = self._folder / f"{next(self._numbers)}.safetensors"
-        safetensors.numpy.save_file(
-            {name: np.ascontiguousarray(x) for name, x in rows.items()}, path
-        )
+        given = {name: np.ascontiguousarray(x) for name, x in rows.items()}
+        try:
+            safetensors.numpy.save_file(given, path)
+        except (OSError, safetensors.SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            raise StorageError(
+                f"a published version cannot be written to {path}: {error}. Free space "
+                "there, then try again."
+            ) from error
         return path
 
     def _empty(self, version: Version) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlora.errors import ConfigError, DeviceError
+from jaxlora.errors import ConfigError, DeviceError, StorageError
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.api import generation_settings
 from jaxlora.generate.batch import Answer, Batch, BatchShape, Request
@@ -285,7 +285,8 @@ class Samples:
         Args:
             call: The call.
             on_result: Called with the result.
-            on_error: Called with an error of the device, in place of a result.
+            on_error: Called with an error of the device or of the disk, in place of a
+                result.
             on_tokens: Called with new tokens, all of them before the result.
 
         Raises:
@@ -422,7 +423,18 @@ class Samples:
             if len(joining.get(size, ())) >= lane.batch.num_free:
                 waiting.remove(asked)
                 continue
-            if asked.version is not None and self.published.pin(asked.version) is None:
+            try:
+                is_there = (
+                    asked.version is None
+                    or self.published.pin(asked.version) is not None
+                )
+            except StorageError as error:
+                # None of its sequences run, as its version is not on the device.
+                waiting.remove(asked)
+                self._end(asked)
+                asked.on_error(error)
+                continue
+            if not is_there:
                 break
             joining.setdefault(size, []).append(asked)
             taken[asked.call.tenant] += 1

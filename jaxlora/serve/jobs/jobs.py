@@ -199,10 +199,13 @@ class Jobs:
         finally:
             del self._running[job.id]
             self._drivers.pop(job.id, None)
+        self._changed[job.id] = job
         if job.progress.is_over:
             self._fail_copies(job)
-            self._count_bytes(job)
-        self._changed[job.id] = job
+            try:
+                self._count_bytes(job)
+            except StorageError as error:
+                logger.warning("bytes of job %s are not counted: %s", job.id, error)
         self._fill_places()
 
     def _count_bytes(self, job: Job) -> None:
@@ -456,6 +459,7 @@ class Jobs:
         reason = reason or STOPPED
         if not self._has_begun(job):
             job.update(status="stopped", reason=reason)
+            self._fail_copies(job)
         else:
             job.stop = Asked(reason=reason, at=await self._border(job))
             self._resume(job)
@@ -469,7 +473,9 @@ class Jobs:
             JaxloraError: As for `stop_job`.
         """
         job = self._live_job(tenant, name)
-        job.pause = Asked(reason=reason or PAUSED, at=await self._border(job))
+        at = await self._border(job)
+        self._live_job(tenant, name)  # it may have ended meanwhile
+        job.pause = Asked(reason=reason or PAUSED, at=at)
         if job.id not in self._running:
             job.update(status="paused", reason=job.pause.reason)
         self._keep(job)
@@ -513,6 +519,7 @@ class Jobs:
         job, _ = await self._made(tenant, settings)
         parent = self._live_job(tenant, name)
         at = max(1, await self._border(parent))
+        self._live_job(tenant, name)  # it may have ended meanwhile
         self._check_new(tenant, settings.name)
         if at > job.num_steps:
             raise ConfigError(

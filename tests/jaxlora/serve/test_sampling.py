@@ -69,7 +69,10 @@ def test_versions_are_published_and_opened_after_a_restart(started):
     with started() as hub:
         keys = {named: named, unnamed: None, "gone": "t/m/gone"}
         found = [hub.sample("t", call(name), key) for name, key in keys.items()]
+        beside = hub.sample("t", call(named), named)  # opens it at the same time
         again, *gone = (one.result(timeout=60) for one in found)
+        assert tokens(beside.result(timeout=60)) == tokens(again)
+        assert len([*hub._samples.published._folder.iterdir()]) == 1
         assert tokens(again) == tokens(first)
         assert all(isinstance(one, Failed) for one in gone)
         assert "no published version" in gone[0].message

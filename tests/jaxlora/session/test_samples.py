@@ -8,7 +8,7 @@ import pytest
 
 from jaxlora import Datum
 from jaxlora.config.session_config import SamplingConfig, SessionConfig
-from jaxlora.errors import ConfigError, DeviceError
+from jaxlora.errors import ConfigError, DeviceError, StorageError
 from jaxlora.generate.batch import Batch
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.session.engine import Engine
@@ -210,6 +210,28 @@ def test_an_error_of_the_device_ends_calls_and_no_version(published, monkeypatch
     for name in ("a1", "a2"):
         with pytest.raises(ConfigError, match="no published version"):
             drawn(samples, call(name))
+
+
+def test_a_disk_that_is_full_ends_what_needs_it_alone(published, monkeypatch):
+    session, samples = published()
+    (wanted,) = drawn(samples, call("b1"))
+    samples.published.publish("a2", session._engine.adapters["a"])  # a1 is in a file
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", full)
+        with pytest.raises(StorageError, match="Free space there"):
+            samples.published.publish("a3", session._engine.adapters["a"])
+        assert not samples.published.knows("a3")
+        for name in ("a1", "b1"):  # b1 or a2 would have to leave for a1
+            samples.submit(call(name), found.append, found.append)
+        while samples.advance():
+            pass
+    assert isinstance(found[0], StorageError) and tokens(found[1]) == tokens(wanted)
+    assert not samples._asked and len(drawn(samples, call("a1"), call("a2"))) == 2
 
 
 def test_a_release_waits_for_the_calls_that_need_the_version(published):
