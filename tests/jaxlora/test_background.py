@@ -29,6 +29,14 @@ sys.exit(main())
 """
 
 
+@pytest.fixture(autouse=True)
+def _own_threads(monkeypatch):
+    """Hides servers that other tests share, which run for as long as this process."""
+    every, others = threading.enumerate, {*threading.enumerate()}
+    own = lambda: [thread for thread in every() if thread not in others]
+    monkeypatch.setattr(threading, "enumerate", own)
+
+
 def test_a_mistake_ends_the_command_with_its_status(tmp_path):
     out = tmp_path / "written"
     done = subprocess.run(
@@ -44,10 +52,6 @@ def test_a_mistake_ends_the_command_with_its_status(tmp_path):
 
 def test_only_where_something_is_under_way(monkeypatch):
     ended, goes_on = [], threading.Event()
-    # Servers that other tests share run for as long as this process.
-    every, others = threading.enumerate, {*threading.enumerate()}
-    own = lambda: [thread for thread in every() if thread not in others]
-    monkeypatch.setattr(threading, "enumerate", own)
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(background, "_NAME", "of this test")
     end_process(1)
