@@ -12,6 +12,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from typing import Any
@@ -97,12 +98,18 @@ class Published:
         self._versions: dict[str, Version] = {}
         self._numbers = itertools.count()
         self._parent = folder
+        self._made_folder: pathlib.Path | None = None
+        self._making_folder = threading.Lock()  # threads that read folders may need it
 
-    @functools.cached_property
+    @property
     def _folder(self) -> pathlib.Path:
-        path = pathlib.Path(tempfile.mkdtemp(prefix="versions-", dir=self._parent))
-        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
-        return path
+        """The folder of files, which is made when it is needed."""
+        with self._making_folder:
+            if self._made_folder is None:
+                made = tempfile.mkdtemp(prefix="versions-", dir=self._parent)
+                self._made_folder = pathlib.Path(made)
+                weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+            return self._made_folder
 
     @property
     def decoder(self) -> LoadedDecoder:
