@@ -7,6 +7,7 @@ entries share a transaction. So what is on disk after a crash is all that was ha
 before some moment, and nothing later.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -513,6 +514,13 @@ class _Lock:
             os.close(handle)
         connection, self._connection = self._connection, None
         if connection is not None:
+            # Postgres notices later that a connection is closed, and another server may
+            # be starting. If it is away, it has dropped the lock.
+            with contextlib.suppress(sa.exc.DBAPIError):
+                connection.execute(
+                    sa.select(sa.func.pg_advisory_unlock(_ADVISORY_LOCK))
+                )
+                connection.commit()
             connection.close()
 
 
