@@ -12,14 +12,20 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import random
 import sys
 import types
 import typing
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
+from unittest import mock
 
 import jaxtyping
-from beartype import BeartypeConf, beartype
+
+# beartype draws the item of a list that it checks. Its numbers are its own: threads of
+# servers check while hypothesis draws examples, which it must do from `random` alone.
+with mock.patch("random.getrandbits", random.Random(0).getrandbits):
+    from beartype import BeartypeConf, beartype
 
 # An int is welcome where a float is asked for, as in PEP 484.
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))

@@ -149,8 +149,6 @@ def _image(datum):
     datum.model_input.add().image.data = b"PNG"
 
 
-# Threads of a server use `random` while hypothesis draws, which then warns.
-ignores_threads = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (

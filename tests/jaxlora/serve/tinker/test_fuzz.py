@@ -9,7 +9,7 @@ import pytest
 
 from jaxlora.serve.tinker import bodies, sessions
 from tests.jaxlora.serve.tinker.conftest import PROTOBUF
-from tests.jaxlora.serve.tinker.test_bodies import JUNK, ignores_threads
+from tests.jaxlora.serve.tinker.test_bodies import JUNK
 
 KINDS = [
     one
@@ -45,7 +45,6 @@ PARTS = st.tuples(*[IDS | st.sampled_from(["weights", "one", "0"]) | TEXT] * 3)
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6).map(json.dumps)
 
 
-@ignores_threads
 @hypothesis.settings(deadline=None, max_examples=250)
 @hypothesis.given(
     number=st.integers(0, 10**6),

@@ -9,7 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from tests.jaxlora.serve.tinker.test_bodies import ignores_threads, spoilt
+from tests.jaxlora.serve.tinker.test_bodies import spoilt
 
 FILES = sorted(pathlib.Path(__file__).parent.glob("recorded_*.jsonl"))
 SESSION = re.compile(rb"([0-9a-f]{32}):train:0")
@@ -47,7 +47,6 @@ def json_bodies() -> list[tuple[str, dict]]:
     ]
 
 
-@ignores_threads
 @hypothesis.settings(deadline=None, max_examples=150)
 @hypothesis.given(
     sent=st.sampled_from(json_bodies()).flatmap(
