@@ -100,7 +100,7 @@ class State(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the model gives the tokens of prompts.
+    """Log-probabilities of the tokens of prompts.
 
     Attributes:
         logprobs: Log-probability of each label, in nats.

@@ -150,7 +150,7 @@ class ChatRequest(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Voice:
-    """What answers.
+    """A published version, or the base, that answers a chat.
 
     Attributes:
         version: Name of the published version, or `base`.

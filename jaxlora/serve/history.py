@@ -1,4 +1,4 @@
-"""What the page and its curves remember of the work of a server."""
+"""The recent work of a server, which its page shows as numbers and curves."""
 
 import collections
 import dataclasses
@@ -89,7 +89,7 @@ class Drawn:
 
 
 class History:
-    """What became of operations and calls, bounded in memory. Any thread may use it.
+    """Keeps results of operations and calls, bounded in memory. Any thread may use it.
 
     Curves are saved by `save`, so that they go on after a restart. The rest begins with
     the process.

@@ -103,7 +103,7 @@ class SeqConflict(ConfigError):
 
 
 class CannotReplay(ConfigError):
-    """What was done before a restart cannot be done again."""
+    """The work that was done before a restart cannot be done again."""
 
 
 class Unavailable(JaxloraError):

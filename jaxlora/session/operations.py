@@ -14,6 +14,7 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.fresh import fresh_adapter
 from jaxlora.config import DataConfig, LoraJob
 from jaxlora.errors import DataError, JaxloraError
+from jaxlora.hf.load import FrozenModel
 from jaxlora.models.base_format import kernel_of
 from jaxlora.models.structure import linear_names, linear_path, linear_shapes
 from jaxlora.plan.job.chosen_modules import choose_modules
@@ -178,18 +179,31 @@ def begin_folder(
     copy = engine.begin_reading(one)
 
     def write(folder: pathlib.Path) -> None:
-        export_peft(
-            copy(),
-            folder,
-            base_model=model.source,
-            revision=model.revision,
-            linear_names=linear_names(model.config),
-            model_type=model.config.model_type,
-            overwrite=overwrite,
-            record=ExportRecord(job=one.name, step=num_steps),
-        )
+        record = ExportRecord(job=one.name, step=num_steps)
+        write_folder(model, copy(), folder, overwrite=overwrite, record=record)
 
     return write
+
+
+def write_folder(
+    model: FrozenModel,
+    adapter: Adapter,
+    folder: pathlib.Path,
+    *,
+    overwrite: bool = False,
+    record: ExportRecord | None = None,
+) -> None:
+    """Writes an adapter of a model as a folder of PEFT; see `export_peft`."""
+    export_peft(
+        adapter,
+        folder,
+        base_model=model.source,
+        revision=model.revision,
+        linear_names=linear_names(model.config),
+        model_type=model.config.model_type,
+        overwrite=overwrite,
+        record=record,
+    )
 
 
 def save_state_file(engine: Engine, one: OpenAdapter, path: pathlib.Path) -> None:

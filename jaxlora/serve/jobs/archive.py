@@ -71,7 +71,7 @@ def _write_beside(
 
 def _zip(files: dict[str, pathlib.Path]) -> Iterator[bytes]:
     made: Any = _Written()
-    # What has no `seek` is written from the beginning to the end.
+    # `_Written` has no `seek`, so the archive is written from beginning to end.
     with zipfile.ZipFile(made, "w") as archive:
         for name, path in files.items():
             info = zipfile.ZipInfo.from_file(path, name)
@@ -83,7 +83,7 @@ def _zip(files: dict[str, pathlib.Path]) -> Iterator[bytes]:
 
 
 class _Written:
-    """What was written and not taken yet."""
+    """Holds bytes that were written until they are taken."""
 
     def __init__(self):
         self._parts: list[bytes] = []

@@ -22,12 +22,10 @@ import numpy as np
 import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.files.peft_export import export_peft
 from jaxlora.adapters.optimizers.table import ADAMW
 from jaxlora.config.session_config import AdamParams
 from jaxlora.data.pack import JobBatch
 from jaxlora.hf.load import FrozenModel
-from jaxlora.models.structure import linear_names
 from jaxlora.objectives.base import next_token_targets
 from jaxlora.run.events import EvalEvent, Event, StepEvent, losses_by_set
 from jaxlora.serve.hub import Hub, Promise
@@ -47,6 +45,7 @@ from jaxlora.serve.operation import (
 )
 from jaxlora.serve.storage import NotStored, Storage
 from jaxlora.session.datum import ChosenLoss
+from jaxlora.session.operations import write_folder
 from jaxlora.train.job_state import JobState
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ _RECENT_STEPS = 50  # that the time left is estimated from
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Surroundings:
-    """What all drivers use.
+    """The parts of a server that all drivers use.
 
     Attributes:
         hub: Runs the operations.
@@ -262,18 +261,11 @@ class Driver:
 
     def _write_adapter(self, name: str, adapter: Callable[[], Adapter]) -> None:
         """Writes an adapter into the storage, unless it is there already."""
-        storage, key, model = self._around.storage, self._job.file(name), self._model
+        storage, key = self._around.storage, self._job.file(name)
         if is_there(storage, key):
             return
         with storage.writing(key) as path:
-            export_peft(
-                adapter(),
-                path,
-                base_model=model.source,
-                revision=model.revision,
-                linear_names=linear_names(model.config),
-                model_type=model.config.model_type,
-            )
+            write_folder(self._model, adapter(), path)
 
     @property
     def _model(self) -> FrozenModel:
