@@ -5,6 +5,7 @@ import pathlib
 import sqlite3
 import threading
 import time
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -103,7 +104,13 @@ def run(hub: Hub, *operations, model: str = "m", first: int = 1) -> list:
 def state(hub: Hub, model: str = "m") -> bytes:
     """The whole state of a model, whose operations are done, as a file has it."""
     path = pathlib.Path(hub._storage._place._root) / "state"
-    begin_state_file(hub.engine, hub._models[model].adapter)(path)
+    begin = lambda: begin_state_file(hub.engine, hub._models[model].adapter)
+    if hub._thread.is_alive():  # which may be copying slots for a snapshot just now
+        made: Future = Future()
+        hub._inbox.put(lambda: made.set_result(begin()))
+        made.result(timeout=60)(path)
+    else:
+        begin()(path)
     found = path.read_bytes()
     path.unlink()
     return found
