@@ -25,13 +25,14 @@ from jaxlora.run.lock import RunLock
 from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.hub import Hub
 from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Entry, Registry
 from jaxlora.serve.server import Server
+from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Links, Storage
 from jaxlora.serve.tinker import api as tinker
 from jaxlora.serve.tinker.checkpoints import settled

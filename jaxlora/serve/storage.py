@@ -100,6 +100,17 @@ class Storage:
         """
         return self._place.fetch(_checked(key))
 
+    def has(self, key: str) -> bool:
+        """Whether anything is there by a key.
+
+        Raises:
+            JaxloraError: As for `fetch`, but for `NotStored`.
+        """
+        try:
+            return bool(self.files(key))
+        except NotStored:
+            return False
+
     def files(self, key: str) -> dict[str, int]:
         """Returns the bytes of each file, by its path below a key.
 

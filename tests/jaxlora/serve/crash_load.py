@@ -24,7 +24,7 @@ from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.hf.load import load_model
 from jaxlora.serve import ledger
 from jaxlora.serve.database import Database
-from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.hub import Hub
 from jaxlora.serve.operation import (
     Create,
     Done,
@@ -36,6 +36,7 @@ from jaxlora.serve.operation import (
     Unload,
     encode_outcome,
 )
+from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Storage
 from jaxlora.session.datum import ChosenLoss, Datum
 from jaxlora.session.engine import Engine

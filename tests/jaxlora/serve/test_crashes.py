@@ -146,7 +146,7 @@ def assert_replayed_bits_are_equal(folder, model, num_steps: int) -> None:
     try:
         for name in crash_load.MODELS:
             number = len(crash_load.operations(name, num_steps)) - (name == "c")
-            promise = hub._find(name, number)
+            promise = hub._promises.find(name, number)
             assert isinstance(promise.outcome.result(timeout=300), Done)
         assert hub.status().replayed_microbatches > num_steps
     finally:
