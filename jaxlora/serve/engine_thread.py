@@ -10,7 +10,7 @@ from jaxlora.serve.execution import Execution
 from jaxlora.serve.ledger import Contents, Fenced
 from jaxlora.serve.limits import Limits
 from jaxlora.serve.model import Model, Promise
-from jaxlora.serve.operation import CannotReplay, Failed, Pass
+from jaxlora.serve.operation import CannotReplay, Done, Failed, Pass
 from jaxlora.serve.replay import Replay
 from jaxlora.serve.sampling import Sampling
 from jaxlora.serve.shared import Shared
@@ -125,10 +125,14 @@ class EngineThread:
                 time.sleep(TICK_SECONDS)
 
     def _finish_lost(self, promise: Promise) -> None:
-        """Ends an operation of a model that had failed before a crash."""
+        """Ends an operation whose model was written before a crash, and it was not."""
         model = self._models[promise.model]
-        if not promise.outcome.done() and model.failure is not None:
+        if promise.outcome.done():
+            return
+        if model.failure is not None:
             self.hold(promise)
+        elif promise.seq_id <= model.covered_seq:
+            self._execution.finish(promise, Done())
 
     def _renew(self, error: Exception) -> bool:
         """Makes the engine anew after an error; returns whether the thread goes on."""

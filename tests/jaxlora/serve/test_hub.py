@@ -408,6 +408,20 @@ def test_a_load_outlives_its_checkpoint(open_hub):
     assert state(hub, "n") == wanted
 
 
+def test_an_operation_whose_outcome_was_lost_is_done_after_the_crash(
+    open_hub, monkeypatch
+):
+    """What it has changed was on disk before."""
+    hub = open_hub()
+    run(hub, CREATE)
+    monkeypatch.setattr(hub._ledger, "finish", lambda *_: Future())
+    promise = hub.submit("t", "m", 2, Unload())
+    wait_for(lambda: hub._promises.models["m"].covered_seq == 2)
+    crash(hub)
+    found = open_hub().promise("t", promise.request_id)
+    assert isinstance(found.outcome.result(timeout=60), Done)
+
+
 @pytest.mark.parametrize("is_mine", [True, False])
 def test_a_crash_after_a_checkpoint_was_written(open_hub, is_mine):
     """It is the operation's own if that had begun to write it."""
