@@ -100,6 +100,18 @@ class Retention(StrictModel):
     sampler_seconds: PositiveFloat = 3600.0
 
 
+class Snapshots(StrictModel):
+    """How often a model gets a snapshot; what came after it is redone after a crash.
+
+    Attributes:
+        steps: After so many optimizer steps ...
+        seconds: ... or so many seconds after its first change since the last snapshot.
+    """
+
+    steps: PositiveInt = 50
+    seconds: PositiveFloat = 120.0
+
+
 def _remote(serve: Any, wrong: Wrong) -> None:
     if not serve.demands_keys and not serve.is_local:
         wrong["keys"] = (
@@ -169,6 +181,7 @@ class ServeConfig(BaseSettings):
         quotas: Quotas by tenant; `default` has those of all others.
         limits: Most that one request may hold.
         retention: How long the server keeps what nobody asks for.
+        snapshots: How often a model gets a snapshot.
     """
 
     rules = (*BaseSettings.rules, _remote, _behind)
@@ -200,6 +213,7 @@ class ServeConfig(BaseSettings):
     quotas: dict[str, Quota] = {}
     limits: RequestLimits = RequestLimits()
     retention: Retention = Retention()
+    snapshots: Snapshots = Snapshots()
 
     @property
     def is_local(self) -> bool:

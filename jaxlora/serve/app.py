@@ -113,6 +113,8 @@ def _make_parts(
     hub = Hub(
         *(engine, storage, database),
         HubSettings(
+            snapshot_steps=config.snapshots.steps,
+            snapshot_seconds=config.snapshots.seconds,
             keep_seconds=config.retention.promise_seconds,
             sampler_seconds=config.retention.sampler_seconds,
         ),

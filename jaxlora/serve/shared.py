@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxlora.config.serve_config import Retention, Snapshots
 from jaxlora.serve.ledger import Ledger
 from jaxlora.serve.promises import Promises
 from jaxlora.serve.status import Meter
@@ -23,11 +24,11 @@ class HubSettings:
             that are in the storage, too, are opened again.
     """
 
-    snapshot_steps: int = 50
-    snapshot_seconds: float = 120.0
+    snapshot_steps: int = Snapshots().steps
+    snapshot_seconds: float = Snapshots().seconds
     gap_seconds: float = 600.0
-    keep_seconds: float = 3600.0
-    sampler_seconds: float = 3600.0
+    keep_seconds: float = Retention().promise_seconds
+    sampler_seconds: float = Retention().sampler_seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
