@@ -244,7 +244,7 @@ class EngineThread:
         if now >= self._next_forgetting and self._shared.ledger.trouble is None:
             self._next_forgetting = now + _FORGET_SECONDS
             for model in [*self._models.values()]:
-                snapshots.cover_if_unchanged(model)
+                snapshots.tidy(model)
             self._shared.ledger.forget(self._shared.settings.keep_seconds)
 
     def _fail_if_gap(self, model: Model, now: float) -> None:

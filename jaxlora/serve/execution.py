@@ -149,7 +149,10 @@ class Execution:
             if written.exception() is None and not promise.outcome.done():
                 promise.outcome.set_result(outcome)
 
-        written = self._shared.ledger.finish(promise.model, promise.seq_id, outcome)
+        written = self._shared.ledger.finish(
+            *(promise.model, promise.seq_id, outcome),
+            keeps_data=isinstance(outcome, Done) and promise.changes_weights,
+        )
         written.add_done_callback(tell)
 
     def _fail(self, promise: Promise, error: Exception) -> None:

@@ -95,7 +95,7 @@ class Logged:
         seq_id: Its number among the operations of the model.
         request_id: Its id.
         tenant: The tenant that owns the model.
-        encoded: The operation; it has no data if a snapshot covers it.
+        encoded: The operation; it has no data if it is not to be done again.
         digest: The digest that it had with its data.
         has_begun: Whether it may have left files in the storage.
         outcome: Its outcome; None: it has none yet.
@@ -282,10 +282,27 @@ class Ledger:
         """Hands in that an operation may leave files in the storage from now on."""
         return self._put((_of(model, seq_id).values(has_begun=True), {}))
 
-    def finish(self, model: str, seq_id: int, outcome: Done | Failed) -> Future[None]:
-        """Hands in the outcome of an operation."""
+    def finish(
+        self,
+        model: str,
+        seq_id: int,
+        outcome: Done | Failed,
+        *,
+        keeps_data: bool = True,
+    ) -> Future[None]:
+        """Hands in the outcome of an operation.
+
+        Args:
+            model: The model.
+            seq_id: Number of the operation.
+            outcome: The outcome.
+            keeps_data: Whether it is done again after a restart that no snapshot
+                covers; else its datums are dropped.
+        """
         encoded = encode_outcome(outcome)
-        values = {"outcome": encoded, "finished_at": self._clock()}
+        values: dict[str, Any] = {"outcome": encoded, "finished_at": self._clock()}
+        if not keeps_data:
+            values["data"] = None
         return self._put(
             (_of(model, seq_id).values(**values), {}), num_bytes=len(encoded)
         )

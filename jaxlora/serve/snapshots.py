@@ -9,6 +9,8 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from jaxlora.serve.ledger import Contents, LoggedModel, LoggedPiece, Part
 from jaxlora.serve.model import Model, Promise
@@ -129,17 +131,6 @@ class Snapshots:
                 lambda done: None if done.exception() else self._delete(old)
             )
 
-    def cover_if_unchanged(self, model: Model) -> None:
-        """Cuts the log behind operations that changed nothing since a snapshot.
-
-        The log of a model that is evaluated, and not trained, would only grow.
-        """
-        is_quiet = not (model.pieces or model.running or model.is_blocked)
-        has_state = model.snapshot is not None or model.is_unloaded
-        last = model.next_seq - 1
-        if is_quiet and has_state and last > model.covered_seq:
-            self.cover(model, last, model.snapshot, model.steps, ())
-
     # ---- files -----------------------------------------------------------------------
 
     def begin_if_due(self, model: Model, *, at_once: bool = False) -> None:
@@ -147,17 +138,58 @@ class Snapshots:
 
         Right after a step, no gradients are pending and no pass has begun.
         """
-        if model.changed_at is None or model.last_step is None:
+        if model.changed_at is None or (step := model.last_step) is None:
             return
-        is_due = (
-            model.steps_since >= self._shared.settings.snapshot_steps
-            or self._clock() - model.changed_at
-            >= self._shared.settings.snapshot_seconds
+        if at_once or (self._is_due(model) and self._is_free(model)):
+            steps = lambda: _steps_behind(step)
+            self._begin(model, step.seq_id, steps, after=step.outcome)
+
+    def tidy(self, model: Model) -> None:
+        """Cuts the log of a model that does nothing at the moment.
+
+        The log of one that is evaluated, and not trained, would only grow.
+        """
+        last, steps = model.next_seq - 1, model.steps
+        if model.running or model.is_blocked or last <= model.covered_seq:
+            return
+        is_unchanged = not model.pieces
+        if model.is_unloaded or (is_unchanged and model.snapshot is not None):
+            self.cover(model, last, model.snapshot, steps, ())
+            return
+        is_due = is_unchanged or self._is_due(model)
+        # The creation alone is as short a log as there can be.
+        if model.adapter is not None and last > 1 and is_due and self._is_free(model):
+            self._begin(model, last, lambda: steps)
+
+    def _is_due(self, model: Model) -> bool:
+        settings, changed_at = self._shared.settings, model.changed_at
+        is_old = (
+            changed_at is not None
+            and self._clock() - changed_at >= settings.snapshot_seconds
         )
-        is_free = not model.is_snapshotting and self._num_writing < MOST_SNAPSHOTS
-        if not (at_once or (is_due and is_free)):
-            return
-        one, step, pieces = model.adapter, model.last_step, {*model.pieces}
+        return is_old or model.steps_since >= settings.snapshot_steps
+
+    def _is_free(self, model: Model) -> bool:
+        return not model.is_snapshotting and self._num_writing < MOST_SNAPSHOTS
+
+    def _begin(
+        self,
+        model: Model,
+        seq_id: int,
+        steps: Callable[[], int],
+        after: Future[Any] | None = None,
+    ) -> None:
+        """Begins a snapshot of a model as it is now.
+
+        Args:
+            model: The model, which has begun its operations up to `seq_id` and no
+                other.
+            seq_id: The number.
+            steps: Returns the optimizer steps behind it; any thread may call it.
+            after: Is done when the outcomes of all these operations are on disk; None:
+                they have been handed in.
+        """
+        one, pieces = model.adapter, {*model.pieces}
         assert one is not None
         copy = self._engine.begin_copy(one)
         model.changed_at, model.steps_since = None, 0
@@ -165,31 +197,31 @@ class Snapshots:
         self._num_writing += 1
 
         def write() -> tuple[str, int]:
-            steps = _steps_behind(step)
-            return self.write(model, step.seq_id, one, copy, steps), steps
+            return self.write(model, seq_id, one, copy, steps()), steps()
 
         def fail(error: Exception) -> None:
             logger.warning("no snapshot of model %s: %s", model.id, error)
             self._end(model)
-            if model.changed_at is None:
+            if model.changed_at is None and model.pieces:
                 model.changed_at = self._clock()  # it is tried again then
 
         def then(written: tuple[str, int]) -> None:
-            key, steps = written
+            key, num_steps = written
             self._end(model)
             # It may have been unloaded or loaded meanwhile. Or the engine was made
             # anew, and the model is being brought from its earlier snapshot to where it
             # was, and this one would skip a part of that.
             is_same = self._models.get(model.id) is model
-            if is_same and model.covered_seq < step.seq_id:
-                self.cover(model, step.seq_id, key, steps, pieces)
+            if is_same and model.covered_seq < seq_id:
+                self.cover(model, seq_id, key, num_steps, pieces)
             else:
                 self._delete(key)
 
-        # The outcomes of all that it covers are on disk before it is.
-        step.outcome.add_done_callback(
-            lambda _: self._shared.tasks.elsewhere(write, then, fail)
-        )
+        start = functools.partial(self._shared.tasks.elsewhere, write, then, fail)
+        if after is None:
+            start()
+        else:
+            after.add_done_callback(lambda _: start())
 
     def _end(self, model: Model) -> None:
         model.is_snapshotting = False

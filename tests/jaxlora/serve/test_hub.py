@@ -369,6 +369,30 @@ def test_the_log_of_a_model_that_is_evaluated_does_not_grow(open_hub):
     assert step.result.step == 2 and step.result.grad_norm > 0
 
 
+def test_the_log_of_a_model_that_never_steps_does_not_grow(open_hub):
+    """Datums go when the result is there, and the rest after a snapshot at rest."""
+    clock = Clock()
+    hub = open_hub(clock=clock, keep_seconds=-10.0)
+    evaluation = dataclasses.replace(training_pass(), is_training=False)
+    _, wanted, _ = run(hub, CREATE, evaluation, evaluation)
+    hub._ledger.flush()
+    assert not any(one.encoded.data for one in hub._ledger.read().operations)
+    clock.now += 100.0
+    wait_for(lambda: hub._promises.models["m"].snapshot)
+    clock.now += 100.0
+    wait_for(lambda: not hub._ledger.read().operations)
+    run(hub, training_pass(1), first=4)  # its gradients are in the next snapshot
+    clock.now += 200.0
+    wait_for(lambda: hub._promises.models["m"].covered_seq == 4)
+    crash(hub)
+    again = open_hub()
+    found, step = run(again, evaluation, STEP, first=5)
+    assert again.status().replayed_microbatches == 0
+    for one, other in zip(found.result.logprobs, wanted.result.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+    assert step.result.step == 1 and step.result.grad_norm > 0
+
+
 def test_an_unloaded_model_leaves_nothing(open_hub, tmp_path):
     hub = open_hub(snapshot_steps=1)
     outcomes = run(hub, CREATE, *ROUND, Unload(), STEP)
