@@ -110,7 +110,7 @@ class EngineThread:
         if not self._shared.meter.restarts:
             self._tasks.run(snapshots.remove_old)
             self._tasks.wait()  # no other snapshot is being written
-        self._replay.restore(contents)
+        self._replay.restore(contents, promises)
         self.is_restored = True
 
     def _read(self) -> Contents:

@@ -77,7 +77,6 @@ class Execution:
         self.calls: dict[Call, Promise] = {}
         self.beginning: Promise | None = None
         self.num_ended = 0
-        engine.on_settled = self._settled
 
     # ---- from the beginning to the outcome -------------------------------------------
 
@@ -164,8 +163,10 @@ class Execution:
         model.pending_datums = model.pending_tokens = 0
         self._close(model)
         for promise in held:
-            self.finish(promise, Failed(message=message, category="user"))
-        self.snapshots.cover(model, EVERYTHING, None, 0, model.pieces)
+            if not promise.outcome.done():
+                self.finish(promise, Failed(message=message, category="user"))
+        pieces = self.snapshots.needed_by(model)
+        self.snapshots.cover(model, EVERYTHING, None, 0, pieces)
 
     # ---- kinds of operations ---------------------------------------------------------
 
@@ -253,7 +254,7 @@ class Execution:
         self.calls[call] = promise
         self.engine.submit(one, call)
 
-    def _settled(self, piece: Piece) -> None:
+    def settled(self, piece: Piece) -> None:
         """Counts a piece of work that is done."""
         total = 0
         for call, number in piece.parts:

@@ -50,6 +50,10 @@ class Snapshots:
                 if found is not None and part.seq_id > found.covered_seq:
                     self._needed.setdefault(piece.number, set()).add(found.id)
 
+    def needed_by(self, model: Model) -> list[int]:
+        """Returns the numbers of the logged pieces of work that a model needs."""
+        return [one for one, models in self._needed.items() if model.id in models]
+
     def remove_old(self) -> None:
         """Removes snapshots that a crash has left beside those of models."""
         for model in [*self._models.values()]:

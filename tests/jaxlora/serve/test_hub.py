@@ -559,6 +559,49 @@ def test_an_operation_that_breaks_the_engine_fails_alone(open_hub, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_strikes_of_earlier_processes(open_hub, is_done):
+    """What is done and cannot be done again ends its model, and no other one."""
+    hub = open_hub(starts=is_done)
+    given = [CREATE, training_pass()]
+    promises = [hub.submit("t", "m", i, one) for i, one in enumerate(given, 1)]
+    for promise in promises[: 2 * is_done]:
+        promise.outcome.result(timeout=60)
+    hub._ledger.attempt({("m", 2, 1): 4, ("m", 2, 0): 4, ("gone", 1, 0): 4}).result()
+    crash(hub)
+    again = open_hub()
+    (other,) = run(again, CREATE, model="n")
+    assert isinstance(other, Done)
+    found = again.promise("t", promises[1].request_id).outcome.result(timeout=60)
+    (step,) = run(again, STEP, first=3)
+    assert isinstance(found, Done) == isinstance(step, Failed) == is_done
+    failed = step if is_done else found
+    assert failed.category == "user" and "of it was on the device" in failed.message
+    assert again.status().replayed_microbatches == 0
+    again._ledger.flush()
+    assert not again._ledger.read().attempts
+    assert len(again._ledger.read().pieces) == (not is_done)  # that of the step
+
+
+def test_what_was_on_the_device_at_a_death_runs_alone(open_hub, monkeypatch):
+    """And so in each further replay, with the same bits."""
+    hub = open_hub()
+    run(hub, CREATE, *ROUND)
+    (piece, *_) = hub._ledger.read().pieces
+    key = piece.parts[0].key
+    hub._ledger.attempt({key: 2}).result()
+    crash(hub)
+    again = open_hub()
+    run(again, Save(checkpoint="t/m/one", kind="state"), first=5)
+    wanted, read = state(again), again._ledger.read()
+    assert [p.key for one in read.pieces for p in one.parts if p.is_alone] == [key]
+    assert not read.attempts
+    crash(again)
+    third = open_hub()
+    run(third, Save(checkpoint="t/m/two", kind="state"), first=6)
+    assert state(third) == wanted
+
+
 def test_an_engine_that_cannot_be_made_anew_ends_the_hub(open_hub, monkeypatch):
     """And the next process goes on."""
     hub = open_hub()
