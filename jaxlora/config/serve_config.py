@@ -90,12 +90,16 @@ class Retention(StrictModel):
     Attributes:
         heartbeat_seconds: After so long without a heartbeat of its client, the models
             of a session leave their slots. They go on with the next request.
+        session_seconds: After so long without a heartbeat and a request, the models of
+            a session are unloaded. What belongs to it is forgotten, but for models that
+            have checkpoints.
         promise_seconds: How long results wait to be asked for.
         sampler_seconds: How long published weights without a name are kept after their
             last use.
     """
 
     heartbeat_seconds: PositiveFloat = 300.0
+    session_seconds: PositiveFloat = 604800.0
     promise_seconds: PositiveFloat = 3600.0
     sampler_seconds: PositiveFloat = 3600.0
 

@@ -36,6 +36,7 @@ from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Links, Storage
 from jaxlora.serve.tinker import api as tinker
 from jaxlora.serve.tinker.checkpoints import settled
+from jaxlora.serve.tinker.training import unload
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -223,6 +224,7 @@ async def _tend(server: Server) -> None:
     while True:
         await attempt(delete_expired, server)
         await attempt(park_lapsed, server)
+        await attempt(end_unused, server)
         await asyncio.sleep(_TEND_SECONDS)
 
 
@@ -256,6 +258,17 @@ def park_lapsed(server: Server) -> None:
     for session in server.registry.lapsed("session", seconds, 3 * _TEND_SECONDS):
         for model in server.registry.list(session.tenant, "model", parent=session.id):
             server.hub.park(model.id)
+
+
+def end_unused(server: Server) -> None:
+    """Unloads the models of clients that are gone for good, and forgets such clients.
+
+    Models with checkpoints stay in lists.
+    """
+    seconds = server.config.retention.session_seconds
+    for model in server.registry.unused_models(seconds):
+        unload(server, model)
+    server.registry.delete_unused(seconds)
 
 
 class _Uvicorn(uvicorn.Server):

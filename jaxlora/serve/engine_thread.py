@@ -246,6 +246,23 @@ class EngineThread:
             for model in [*self._models.values()]:
                 snapshots.tidy(model)
             self._shared.ledger.forget(self._shared.settings.keep_seconds)
+            self._forget_models(now)
+
+    def _forget_models(self, now: float) -> None:
+        """Forgets models without an adapter whose results have been kept long enough.
+
+        They were unloaded, have failed, or could not be made.
+        """
+        keep = self._shared.settings.keep_seconds
+
+        def is_over(model: Model) -> bool:
+            if model.ended_at is None:
+                model.ended_at = now
+            return not model.has_state and now - model.ended_at >= keep
+
+        for id in self._shared.promises.drop_models(is_over):
+            self._execution.ready.discard(id)
+            self._shared.ledger.drop(id)
 
     def _fail_if_gap(self, model: Model, now: float) -> None:
         """Ends a model whose next operation does not come."""

@@ -138,6 +138,7 @@ class Execution:
         model = self._models[promise.model]
         if model.failure is None:  # else none of its operations are pending
             model.end(promise)
+        model.ended_at = self._shared.meter.clock()
         self.ready.add(model.id)
         if promise.outcome.done():
             _compare(promise, outcome)

@@ -387,6 +387,12 @@ class Ledger:
         )
         return self._put((old, {}))
 
+    def drop(self, model: str) -> Future[None]:
+        """Hands in that nothing is known of a model any more."""
+        operations = sa.delete(_OPERATIONS).where(_OPERATIONS.c.model == model)
+        row = sa.delete(_MODELS).where(_MODELS.c.id == model)
+        return self._put((operations, {}), (row, {}))
+
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all that was handed in is on disk.
 

@@ -134,6 +134,19 @@ class Promises:
         own = Model(id=promise.model, tenant=promise.tenant)
         return self.models.setdefault(promise.model, own)
 
+    def drop_models(self, is_over: Callable[[Model], bool]) -> list[str]:
+        """Forgets models that are over and have no promise here; returns their ids."""
+        with self.lock:
+            asked = {model for model, _ in self._by_number}
+            over = [
+                id
+                for id, model in self.models.items()
+                if id not in asked and is_over(model)
+            ]
+            for id in over:
+                del self.models[id]
+        return over
+
     def drop_ended(self) -> None:
         """Forgets promises that ended a while ago, which the ledger has."""
         with self.lock:

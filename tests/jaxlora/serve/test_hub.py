@@ -411,6 +411,36 @@ def test_an_unloaded_model_leaves_nothing(open_hub, tmp_path):
     assert not [path for path in files if path.is_file()]
 
 
+def test_models_that_came_and_went_leave_nothing(open_hub):
+    clock = Clock()
+    hub = open_hub(clock=clock, keep_seconds=100.0)
+    wrong = dataclasses.replace(CREATE, rank=99)
+    given = {"stays": (CREATE,), "wrong": (wrong, STEP)}
+    given |= {f"m{number}": (CREATE, STEP, Unload(), STEP) for number in range(20)}
+    promises = [
+        hub.submit("t", name, number, one)
+        for name, operations in given.items()
+        for number, one in enumerate(operations, 1)
+    ]
+    for promise in promises:
+        promise.outcome.result(timeout=60)
+    gap = hub.submit("t", "gap", 2, STEP)
+    for clock.now in (2.0, 605.0):
+        wait_for(lambda: hub._thread._next_tick > clock.now)
+    assert isinstance(gap.outcome.result(timeout=60), Failed)
+    clock.now = 800.0
+    wait_for(lambda: [*hub._promises.models] == ["stays"])
+    hub._ledger.flush()
+    with hub._ledger._database.reading() as connection:
+        counts = [
+            connection.scalar(sa.text(f"select count(*) from {table}"))
+            for table in ("operations", "pieces", "hub_models")
+        ]
+    assert counts == [1, 0, 0]
+    assert not hub._promises._by_id and not hub.knows("m1", 1)
+    assert isinstance(run(hub, CREATE, model="m1")[0], Done)
+
+
 def test_a_load_outlives_its_checkpoint(open_hub):
     """Also one that fails: the model stays as it was."""
     hub = open_hub()
