@@ -90,14 +90,30 @@ class Retention(StrictModel):
     Attributes:
         heartbeat_seconds: After so long without a heartbeat of its client, the models
             of a session leave their slots. They go on with the next request.
+        session_seconds: After so long without a heartbeat and a request, the models of
+            a session are unloaded. What belongs to it is forgotten, but for models that
+            have checkpoints.
         promise_seconds: How long results wait to be asked for.
         sampler_seconds: How long published weights without a name are kept after their
             last use.
     """
 
     heartbeat_seconds: PositiveFloat = 300.0
+    session_seconds: PositiveFloat = 604800.0
     promise_seconds: PositiveFloat = 3600.0
     sampler_seconds: PositiveFloat = 3600.0
+
+
+class Snapshots(StrictModel):
+    """How often a model gets a snapshot; what came after it is redone after a crash.
+
+    Attributes:
+        steps: After so many optimizer steps ...
+        seconds: ... or so many seconds after its first change since the last snapshot.
+    """
+
+    steps: PositiveInt = 50
+    seconds: PositiveFloat = 120.0
 
 
 def _remote(serve: Any, wrong: Wrong) -> None:
@@ -169,6 +185,7 @@ class ServeConfig(BaseSettings):
         quotas: Quotas by tenant; `default` has those of all others.
         limits: Most that one request may hold.
         retention: How long the server keeps what nobody asks for.
+        snapshots: How often a model gets a snapshot.
     """
 
     rules = (*BaseSettings.rules, _remote, _behind)
@@ -200,6 +217,7 @@ class ServeConfig(BaseSettings):
     quotas: dict[str, Quota] = {}
     limits: RequestLimits = RequestLimits()
     retention: Retention = Retention()
+    snapshots: Snapshots = Snapshots()
 
     @property
     def is_local(self) -> bool:

@@ -25,16 +25,18 @@ from jaxlora.run.lock import RunLock
 from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.hub import Hub
 from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Entry, Registry
 from jaxlora.serve.server import Server
+from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Links, Storage
 from jaxlora.serve.tinker import api as tinker
 from jaxlora.serve.tinker.checkpoints import settled
+from jaxlora.serve.tinker.training import unload
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -112,6 +114,8 @@ def _make_parts(
     hub = Hub(
         *(engine, storage, database),
         HubSettings(
+            snapshot_steps=config.snapshots.steps,
+            snapshot_seconds=config.snapshots.seconds,
             keep_seconds=config.retention.promise_seconds,
             sampler_seconds=config.retention.sampler_seconds,
         ),
@@ -220,6 +224,7 @@ async def _tend(server: Server) -> None:
     while True:
         await attempt(delete_expired, server)
         await attempt(park_lapsed, server)
+        await attempt(end_unused, server)
         await asyncio.sleep(_TEND_SECONDS)
 
 
@@ -253,6 +258,17 @@ def park_lapsed(server: Server) -> None:
     for session in server.registry.lapsed("session", seconds, 3 * _TEND_SECONDS):
         for model in server.registry.list(session.tenant, "model", parent=session.id):
             server.hub.park(model.id)
+
+
+def end_unused(server: Server) -> None:
+    """Unloads the models of clients that are gone for good, and forgets such clients.
+
+    Models with checkpoints stay in lists.
+    """
+    seconds = server.config.retention.session_seconds
+    for model in server.registry.unused_models(seconds):
+        unload(server, model)
+    server.registry.delete_unused(seconds)
 
 
 class _Uvicorn(uvicorn.Server):

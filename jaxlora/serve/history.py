@@ -13,7 +13,7 @@ from jaxlora.common.atomic import write_text
 from jaxlora.common.json_file import read_json_file
 from jaxlora.errors import StorageError
 from jaxlora.serve.hub import Hub, Promise
-from jaxlora.serve.operation import Done, Pass, Step
+from jaxlora.serve.operation import Done, Pass, Step, Unload
 from jaxlora.serve.view import Curves, Point, Rate
 from jaxlora.session.engine import PassResult, StepResult
 from jaxlora.session.sampler import Completion
@@ -146,6 +146,9 @@ class History:
                     grad_norm=result.grad_norm,
                 )
                 self.curves.add(promise.model, point)
+            case Unload(), _:
+                with self._lock:
+                    self._sums.pop(promise.model, None)
 
     def _sampled(self, call: SampleCall, result: SampleResult) -> None:
         found = result.completions

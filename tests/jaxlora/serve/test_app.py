@@ -26,10 +26,25 @@ from jaxlora.config.serve_config import ServeConfig
 from jaxlora.config.session_config import AdamParams
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import load_model
-from jaxlora.serve.app import delete_expired, make_app, make_server, park_lapsed
+from jaxlora.serve.app import (
+    delete_expired,
+    end_unused,
+    make_app,
+    make_server,
+    park_lapsed,
+)
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
-from jaxlora.serve.operation import Create, Done, Load, Pass, Save, Step
+from jaxlora.serve.operation import (
+    Create,
+    Done,
+    Failed,
+    Load,
+    Pass,
+    Save,
+    Step,
+    Unload,
+)
 from jaxlora.serve.server import Server
 from jaxlora.session.datum import ChosenLoss
 from tests import tiny
@@ -328,6 +343,40 @@ def test_models_of_a_client_that_is_gone_leave_their_slots(model, tmp_path):
         step = Step(params=AdamParams(learning_rate=1e-3))
         done = server.hub.submit("local", "gone:1", 2, step).outcome.result(timeout=60)
     assert {*parked} == {"gone:1"} and isinstance(done, Done)
+
+
+def test_clients_that_are_gone_for_good_are_forgotten(model, tmp_path):
+    """But for models with checkpoints, which are unloaded."""
+    server, app = make(model, tmp_path, retention={"session_seconds": 100.0})
+    registry, seconds = server.registry, 120.0
+    create = Create(rank=4, lora_alpha=32.0, target_modules=None, seed=0)
+    with TestClient(app, base_url="http://localhost") as client:
+        for session in ("gone", "saved", "there"):
+            registry.add("session", "local", session)
+            about = {"base_model": "m", "lora": {"rank": 4}}
+            id = registry.add("model", "local", f"{session}:1", parent=session, **about)
+            server.hub.submit("local", id, 1, create).outcome.result(timeout=60)
+        key = "local/saved:1/weights/one"
+        with server.storage.writing(key) as path:
+            path.write_bytes(b"1")
+        registry.add(
+            *("checkpoint", "local", "saved:1/weights/one"), parent="saved:1", key=key
+        )
+        for session in ("gone", "saved"):
+            ago = time.time() - seconds
+            registry.update("local", "session", session, touched_at=ago)
+            registry.update("local", "model", f"{session}:1", touched_at=ago)
+        end_unused(server)
+        runs = client.get("/api/v1/training_runs").json()["training_runs"]
+        assert {run["training_run_id"] for run in runs} == {"saved:1", "there:1"}
+        last = {run["training_run_id"]: run["last_checkpoint"] for run in runs}
+        assert last["saved:1"]["checkpoint_id"] == "weights/one"
+        found = client.get("/api/v1/sessions").json()["sessions"]
+        assert {*found} == {"saved", "there"}
+        for id in ("gone:1", "saved:1"):
+            again = server.hub.submit_last("local", id, Unload())
+            assert isinstance(again.outcome.result(timeout=60), Failed)
+        assert [one.id for one in server.hub.status().models] == ["there:1"]
 
 
 def test_passes_beyond_the_rate_of_a_tenant_wait(model, tmp_path, clock):

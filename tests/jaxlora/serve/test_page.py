@@ -275,6 +275,8 @@ def test_curves_go_on_after_a_restart(served, tmp_path, caplog):
     assert not caplog.records
     first.follow(served.server.hub)
     served.do("alice", "a5:train:0", CREATE, training_pass(), STEP)
+    served.do("alice", "a6:train:0", CREATE, training_pass(), Unload())
+    assert not first._sums  # a model that never steps leaves nothing either
     first.save()
     second.load()
     last = second.curves.last("a5:train:0")

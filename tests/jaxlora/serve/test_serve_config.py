@@ -47,6 +47,9 @@ def test_settings_come_from_the_file_and_the_command_line(path):
         (["quotas.alice.wieght=9"], "Did you mean 'weight'?"),
         (["quotas.al.weight=0"], "must be greater than 0"),
         (["session.microbatch_tokens=100"], "no multiple of block_tokens=64"),
+        (["snapshots.steps=0"], "snapshots.steps=0: must be greater than 0"),
+        (["snapshots.seconds=0"], "must be greater than 0"),
+        (["snapshots.minutes=2"], "unknown key 'minutes'"),
         (["host"], "give settings as KEY=VALUE."),
     ],
 )

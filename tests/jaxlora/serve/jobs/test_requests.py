@@ -1,6 +1,5 @@
 """Requests for jobs: what is refused, and how jobs pause, stop, copy and restart."""
 
-import concurrent.futures
 import contextlib
 import pathlib
 import shutil
@@ -229,9 +228,9 @@ def test_jobs_of_other_tenants_do_not_exist(serve_in, rows, tmp_path):
 def frozen(hub):
     """Holds the thread of the engine, when no other writes for it."""
     is_held, may_go_on = threading.Event(), threading.Event()
-    hub._inbox.put(lambda: (is_held.set(), may_go_on.wait()))
+    hub._tasks.ask(lambda: (is_held.set(), may_go_on.wait()))
     assert is_held.wait(60)
-    concurrent.futures.wait([*hub._working])
+    hub._tasks.wait()
     hub._ledger.flush()
     yield
     may_go_on.set()
