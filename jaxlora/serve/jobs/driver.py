@@ -341,6 +341,7 @@ class Driver:
             learning_rate=rate,
             betas=(settings["b1"], settings["b2"]),
             eps=settings["eps"],
+            lora_plus_ratio=job.lora_plus_ratio,
             weight_decay=job.weight_decay,
             grad_clip_norm=job.max_grad_norm or 0.0,
         )

@@ -341,11 +341,6 @@ class Jobs:
                 f"dropout={job.dropout:g} must be 0 here, as a pass of a server "
                 f"drops nothing. {cure}"
             )
-        if job.lora_plus_ratio != 1.0:
-            raise ConfigError(
-                f"lora_plus_ratio={job.lora_plus_ratio:g} must be 1 here: a step has "
-                f"one learning rate. {cure}"
-            )
         longest = max(int(data.lengths.max()) for data in prepared.data)
         if longest - 1 > engine.most_tokens:
             raise ConfigError(
