@@ -22,6 +22,7 @@ from jaxlora.errors import ConfigError, DataError, JaxloraError, StorageError
 from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
 from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.events import Event
+from jaxlora.run.job_progress import Status
 from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub, Unavailable
 from jaxlora.serve.jobs.batch_loss import check_objective
@@ -29,7 +30,7 @@ from jaxlora.serve.jobs.driver import Driver, Surroundings
 from jaxlora.serve.jobs.record import Asked, Copy, Job, JobTable
 from jaxlora.serve.jobs.tenant_data import LocalJob, TenantData
 from jaxlora.serve.limits import Limits, OverQuota
-from jaxlora.serve.registry import NotFound, Registry, Taken
+from jaxlora.serve.registry import Conflict, NotFound, Registry, Taken
 from jaxlora.serve.storage import Storage
 from jaxlora.train.job_state import JobState, progress_of_copy
 from jaxlora.train.live_jobs import PAUSED, STOPPED
@@ -167,10 +168,10 @@ class Jobs:
         priority are, and of equal ones the older.
         """
         busy = collections.Counter(
-            job.tenant for job in self._jobs.values() if job.id in self._running
+            job.tenant for job in self.every() if job.id in self._running
         )
         waiting = collections.defaultdict(list)
-        for job in self._jobs.values():
+        for job in self.every():
             is_waiting = job.progress.status == "waiting" and job.is_ready
             if is_waiting and job.id not in self._running:
                 waiting[job.tenant].append(job)
@@ -364,13 +365,29 @@ class Jobs:
             NotFound: The tenant has no such job.
         """
         if (job := self._jobs.get((tenant, name.lower()))) is None:
-            raise NotFound(f"there is no job {name!r:.120}.")
+            raise NotFound(
+                f"there is no job {name!r:.120}. GET /jobs/v1/jobs lists yours."
+            )
         return job
+
+    def adapter(self, tenant: str, name: str) -> tuple[Job, str]:
+        """Returns a tenant's job, and the key in the storage of its adapter.
+
+        Raises:
+            NotFound: The tenant has no such job.
+            Conflict: The job has no adapter.
+        """
+        job = self.find(tenant, name)
+        if job.adapter is None:
+            raise Conflict(
+                f"job {name!r} has no adapter: it is {job.progress.status}. It is "
+                "written when the job ends, or with keep_best after an evaluation."
+            )
+        return job, job.adapter
 
     def with_adapters(self, tenant: str) -> list[Job]:
         """Returns a tenant's jobs that have an adapter, the newest first."""
-        jobs = [*self._jobs.values()]
-        own = [job for job in jobs if job.tenant == tenant and job.adapter]
+        own = [job for job in self.every() if job.tenant == tenant and job.adapter]
         return sorted(own, key=lambda job: -job.created_at)
 
     async def add(self, tenant: str, settings: LoraJob) -> dict[str, Any]:
@@ -540,7 +557,7 @@ class Jobs:
         """
         job = self.find(tenant, name)
         if not job.progress.is_over:
-            raise ConfigError(f"job {name!r} has not ended. Stop it first.")
+            raise Conflict(f"job {name!r} has not ended. Stop it first.")
         self._check_unused(tenant, name, "init_from")
         with contextlib.suppress(NotFound):  # it has no adapter
             self._registry.delete(tenant, "job", job.id)
@@ -566,7 +583,7 @@ class Jobs:
         for job in self._jobs.values():
             is_own = job.tenant == tenant and not job.progress.is_over
             if is_own and name.lower() in _names(job.settings)[setting]:
-                raise ConfigError(
+                raise Conflict(
                     f"job {job.name!r} has {name!r} as {setting}, and has not ended. "
                     "Stop it first."
                 )
@@ -575,7 +592,7 @@ class Jobs:
         job = self.find(tenant, name)
         if job.progress.is_over:
             status, reason = job.progress.status, job.progress.reason
-            raise ConfigError(f"job {name!r} has ended already ({status}): {reason}.")
+            raise Conflict(f"job {name!r} has ended already ({status}): {reason}.")
         return job
 
     def _has_begun(self, job: Job) -> bool:
@@ -593,7 +610,7 @@ class Jobs:
     # ---- descriptions ----------------------------------------------------------------
 
     async def listing(
-        self, tenant: str, status: str | None, limit: int, offset: int
+        self, tenant: str, status: Status | None, limit: int, offset: int
     ) -> dict[str, Any]:
         """Returns a page of a tenant's jobs, the newest first."""
         own = [
@@ -602,7 +619,8 @@ class Jobs:
             if job.tenant == tenant and status in (None, job.progress.status)
         ]
         own.sort(key=lambda job: -job.created_at)
-        shown = [self.describe(job) for job in own[offset : offset + limit]]
+        places = self.places()
+        shown = [self.describe(job, places) for job in own[offset : offset + limit]]
         return {"jobs": shown, "total": len(own)}
 
     async def queue(self, tenant: str) -> dict[str, Any]:
@@ -643,13 +661,32 @@ class Jobs:
             self._keep()
         return [json.loads(line) for line in self._table.lines(job, after, limit)]
 
-    def describe(self, job: Job) -> dict[str, Any]:
-        """Returns the JSON values that describe a job."""
+    def places(self) -> dict[str, int]:
+        """Returns the places in the queue, from 1, by the ids of jobs.
+
+        Any thread may call it, and `seconds_left`.
+        """
+        return {job.id: place for place, job in enumerate(self._queue(), 1)}
+
+    def seconds_left(self, job: Job) -> float | None:
+        """Returns the estimated time until a job ends; None: it is not known."""
+        driver = self._drivers.get(job.id)
+        return None if driver is None else driver.seconds_left
+
+    def describe(
+        self, job: Job, places: Mapping[str, int] | None = None
+    ) -> dict[str, Any]:
+        """Returns the JSON values that describe a job.
+
+        Args:
+            job: The job.
+            places: The places in the queue, if they are known already.
+        """
+        places = self.places() if places is None else places
         progress = dataclasses.asdict(job.progress)
         for key in ("slot", "stopped_by", "last_metric", "best_metric"):
             del progress[key]
-        driver, created = self._drivers.get(job.id), job.created_at
-        left = None if driver is None else driver.seconds_left
+        created, left = job.created_at, self.seconds_left(job)
         return {
             "name": job.name,
             "id": job.id,
@@ -657,6 +694,7 @@ class Jobs:
             .isoformat(timespec="seconds")
             .replace("+00:00", "Z"),
             **progress,
+            "place": places.get(job.id),
             "num_steps": job.num_steps,
             "batch_tokens": round(job.batch_tokens, 1),
             "rank": job.rank,
