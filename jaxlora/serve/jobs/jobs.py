@@ -532,6 +532,18 @@ class Jobs:
         parent = self._live_job(tenant, name)
         at = max(1, await self._border(parent))
         self._live_job(tenant, name)  # it may have ended meanwhile
+        if parent.progress.status == "paused" and not parent.progress.step:
+            raise Conflict(
+                f"job {name!r} is paused before its first step, so there is no state "
+                "to copy. Resume it first, or add a new job."
+            )
+        driver = self._drivers.get(parent.id)
+        if driver is not None and driver.is_ending:
+            raise Conflict(
+                f"job {name!r} has done its last step and is being exported, so its "
+                "state cannot be copied any more. When it has ended, set init_from to "
+                "it in a new job."
+            )
         self._check_new(tenant, settings.name)
         if at > job.num_steps:
             raise ConfigError(

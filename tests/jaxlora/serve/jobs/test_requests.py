@@ -9,6 +9,8 @@ import threading
 
 import pytest
 
+from jaxlora.serve.jobs import jobs
+from jaxlora.serve.operation import Save
 from tests import tiny
 
 LONG = {
@@ -172,6 +174,25 @@ def test_a_copy_goes_on_where_its_parent_was(client):
         assert client.wait(name)["status"] == "stopped"
 
 
+def test_a_job_that_is_exported_is_not_copied(client, monkeypatch):
+    """Its last operations have their numbers, with no room for those of a copy."""
+    hub, is_ending = client.app.state.server.hub, threading.Event()
+
+    def submit(tenant, model, seq_id, operation, real=hub.submit):
+        if isinstance(operation, Save):
+            hold.enter_context(frozen(hub))
+            is_ending.set()
+        return real(tenant, model, seq_id, operation)
+
+    with contextlib.ExitStack() as hold:
+        monkeypatch.setattr(hub, "submit", submit)
+        client.add(**SHORT, name="late")
+        assert is_ending.wait(120)
+        refused = client.refused("POST", "jobs/late/clone", 409, json={"steps": 20})
+    assert "is being exported" in refused and "init_from" in refused
+    assert client.wait("late")["status"] == "finished"
+
+
 def test_jobs_wait_for_a_place_by_priority(client):
     for name in ("a", "b", "c"):
         client.add(**LONG, name=name)
@@ -288,3 +309,28 @@ def test_jobs_go_on_after_crashes(serve_in, rows, tmp_path_factory):
             assert (ended["status"], ended["step"]) == ("stopped", paused["step"])
             steps = [line["step"] for line in client.metrics("two")]
             assert steps == [*range(1, paused["step"] + 1)]
+
+
+def test_a_request_waits_for_what_a_crash_left(serve_in, rows, tmp_path, monkeypatch):
+    """It takes effect after the steps that the log has, not before one of these."""
+    monkeypatch.setattr(jobs, "_KEEP_SECONDS", 3600)  # the job is kept as it was new
+    with serve_in(tmp_path / "old") as client:
+        client.upload(rows)
+        client.add(**LONG, name="one")
+        before = client.wait("one", lambda job: job["step"] > 3)["step"]
+        (tmp_path / "new").mkdir()
+        folder = crashed(client, tmp_path / "new")
+        client.ok("POST", "jobs/one/stop")
+    with serve_in(folder) as client:
+        server, is_known = client.app.state.server, threading.Event()
+
+        def knows(model, seq_id, real=server.hub.knows):
+            is_known.set()
+            return real(model, seq_id)
+
+        # No batch is submitted before the request looks for those of before.
+        monkeypatch.setattr(server.hub, "knows", knows)
+        monkeypatch.setattr(server.limits, "may_run", lambda tenant: is_known.is_set())
+        client.ok("POST", "jobs/one/stop")
+        ended = client.wait("one")
+        assert ended["status"] == "stopped" and ended["step"] >= before
