@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -48,6 +48,10 @@ class Jobs:
 
     A thread with a loop of its own runs the drivers and all coroutines here, so nothing
     of it needs a lock. Another one reads data.
+
+    Attributes:
+        data: The uploads of tenants.
+        listeners: Called in the thread with each new line of a job's metrics.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Jobs:
         """
         config = limits.config
         self.data = TenantData(storage, registry, limits, config.datasets)
+        self.listeners: list[Callable[[Job, Mapping[str, Any]], None]] = []
         self._hub, self._storage, self._limits = hub, storage, limits
         self._registry = registry
         self._num_places = config.running_jobs or config.session.num_slots
@@ -256,6 +261,8 @@ class Jobs:
             line = {"event": event.kind, "time": now, **event.values()}
             self._lines.append((job, job.num_lines, json.dumps(line, allow_nan=False)))
             job.num_lines += 1
+            for listener in self.listeners:
+                listener(job, line)
 
     # ---- copies ----------------------------------------------------------------------
 
