@@ -10,6 +10,7 @@ from jaxlora.config.strict import (
     NonNegativeFloat,
     Number,
     OneOrMore,
+    PositiveFloat,
     PositiveInt,
     StrictModel,
     Texts,
@@ -110,6 +111,7 @@ class AdamParams(StrictModel):
         learning_rate: Learning rate.
         betas: Decays of the first and the second moment.
         eps: Added to the root of the second moment.
+        lora_plus_ratio: Learning rate of B over that of A (LoRA+).
         weight_decay: Decoupled weight decay.
         grad_clip_norm: Clips the adapter's gradient to this norm; 0: never.
     """
@@ -117,5 +119,6 @@ class AdamParams(StrictModel):
     learning_rate: NonNegativeFloat
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: NonNegativeFloat = 1e-12
+    lora_plus_ratio: PositiveFloat = 1.0
     weight_decay: NonNegativeFloat = 0.0
     grad_clip_norm: NonNegativeFloat = 0.0

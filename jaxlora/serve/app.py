@@ -172,7 +172,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return answer_to(error)
+    return answer_to(error, request.scope)
 
 
 def _own_router(server: Server) -> APIRouter:

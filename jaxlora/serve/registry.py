@@ -43,7 +43,11 @@ class NotFound(JaxloraError):
     """A tenant has no such thing; whether another has it, nobody learns."""
 
 
-class Taken(JaxloraError):
+class Conflict(JaxloraError):
+    """What is there does not allow a request now; after a change it may."""
+
+
+class Taken(Conflict):
     """There is something by this id already."""
 
 

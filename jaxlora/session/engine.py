@@ -845,7 +845,7 @@ def _optimizer_inputs(params: AdamParams, num_steps: int) -> OptimizerInputs:
         step_mask=row(True, np.bool_),
         count=row(num_steps, np.int32),
         learning_rate=row(params.learning_rate),
-        rate_ratio=rate_ratios(lambda of_job: row(1.0)),
+        rate_ratio=rate_ratios(lambda of_step: row(of_step(params))),
         weight_decay=row(params.weight_decay),
         settings={ADAMW.name: {"b1": row(b1), "b2": row(b2), "eps": row(params.eps)}},
         optimizer=row(0, np.int32),

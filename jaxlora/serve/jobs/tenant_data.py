@@ -22,7 +22,7 @@ from jaxlora.data.tokens.show import find_samples
 from jaxlora.data.tokens.tokenize import with_kind
 from jaxlora.errors import ConfigError, DataError, JaxloraError
 from jaxlora.serve.limits import Limits
-from jaxlora.serve.registry import Entry, NotFound, Registry
+from jaxlora.serve.registry import Entry, NotFound, Registry, Taken
 from jaxlora.serve.storage import Storage
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -86,6 +86,12 @@ class TenantData:
                 too large.
         """
         _check_name(name)
+        with contextlib.suppress(NotFound):
+            self.find(tenant, name)
+            raise Taken(
+                f"you have uploaded {name} already. Choose another name, or delete it "
+                "first."
+            )
         self._limits.check_storage(tenant)
         most, size = self._limits.config.limits.upload_bytes, 0
         async with _in_threads(self._storage.writing(_key(tenant, name))) as path:

@@ -255,11 +255,24 @@ def test_errors_are_sentences_and_show_nothing_of_the_inside(client, server, cap
     assert "text of a tenant" not in caplog.text
     assert client.get("/fail/device", headers=own).status_code == 503
     assert client.get("/fail/quota", headers=own).json() == {"detail": "wait"}
-    assert client.get("/none", headers=own).status_code == 404
+    answer = client.get("/none", headers=own)
+    assert answer.status_code == 404 and "no GET /none" in answer.json()["detail"]
     answer = client.post("/rank", headers=own, json={"rank": "many"})
     assert answer.status_code == 422
     assert answer.json()["detail"].startswith("the request: rank: ")
     assert client.post("/rank", headers=own, content=b"{").status_code == 422
+
+
+def test_errors_below_v1_are_in_the_form_of_openai(client, server):
+    """Also those of before a route: its clients show nothing else."""
+    path, keys = "/v1/embeddings", headers(server, "sample")
+    wanted = (({}, 401, "has no key"), (keys, 404, "no POST /v1/embeddings"))
+    for given, status, text in (*wanted, (keys, 413, "1,000 bytes")):
+        content = bytes(5000) if status == 413 else b""
+        answer = client.post(path, headers=given, content=content)
+        error = answer.json()["error"]
+        assert answer.status_code == status and text in error.pop("message")
+        assert error == {"type": "invalid_request_error", "param": None, "code": None}
 
 
 def test_answers_have_headers_for_browsers(client):

@@ -174,7 +174,8 @@ def test_a_job_is_shown_by_its_name(served, tmp_path):
         f"{jobs}/uploads/{rows.name}", headers=head, content=rows.read_bytes()
     )
     assert sent.is_success, sent.text
-    job = {"name": "orders", "data": {"path": rows.name}, "rank": 4, "steps": 2}
+    data = {"data": {"path": rows.name}, "eval_fraction": 0.4}
+    job = {"name": "orders", "rank": 4, "steps": 2, "batch_size": 2} | data
     added = httpx.post(f"{jobs}/jobs", headers=head, json=job)
     assert added.is_success, added.text
 
@@ -186,7 +187,20 @@ def test_a_job_is_shown_by_its_name(served, tmp_path):
     (found,) = [r for r in served.state("alice")["models"] if r["name"] == "orders"]
     assert found["state"] == "finished"
     assert (found["step"], found["num_steps"], found["rank"]) == (2, 2, 4)
-    assert [p[0] for p in served.state("alice")["points"][found["id"]]] == [1, 2]
+    # Its losses are those of its metrics; passes have weights of other sums.
+    lines = httpx.get(
+        f"{jobs}/jobs/orders/metrics", headers={"X-API-Key": served.keys["alice"]}
+    ).json()["metrics"]
+    wanted = [(x["step"], x.get("loss"), x.get("eval_loss")) for x in lines]
+    points = served.state("alice")["points"][found["id"]]
+    assert [one[0] for one in points] == [0, 1, 2, 2]
+    for point, values in zip(points, wanted, strict=True):
+        assert point[:3] == pytest.approx(values, rel=1e-5)
+    call = SampleCall(
+        version=job.adapter, prompt=(5,), num_samples=1, max_tokens=1, seed=0
+    )
+    served.server.hub.sample("alice", call, job.adapter).result(timeout=60)
+    assert served.state("alice")["samples"][0]["model"] == "orders"
     assert not any(r["name"] == "orders" for r in served.state("bob")["models"])
 
 
@@ -273,7 +287,7 @@ def test_curves_go_on_after_a_restart(served, tmp_path, caplog):
     first, second, damaged = History(path), History(path), History(path)
     first.load()
     assert not caplog.records
-    first.follow(served.server.hub)
+    first.follow(served.server.hub, served.server.jobs)
     served.do("alice", "a5:train:0", CREATE, training_pass(), STEP)
     served.do("alice", "a6:train:0", CREATE, training_pass(), Unload())
     assert not first._sums  # a model that never steps leaves nothing either
