@@ -2,6 +2,7 @@
 
 import ipaddress
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from jaxlora.config.session_config import SamplingConfig, SessionConfig
 from jaxlora.config.strict import (
     Bool,
     InputPath,
+    Number,
     OutputPath,
     PositiveFloat,
     PositiveInt,
@@ -24,7 +26,14 @@ from jaxlora.config.strict import (
 )
 from jaxlora.problems import Source, problems_of, settings_error
 
+TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # the name of one
 Port = Annotated[int, Field(ge=1, le=65_535)]
+# Shares beyond these would leave nothing to others, or to the tenant itself.
+Weight = Annotated[float, Field(ge=0.001, le=1000.0), Number]
+# Clients ask for results, and send heartbeats, within a minute.
+KeptSeconds = Annotated[float, Field(ge=60.0), Number]
+# More are a slip of the keyboard.
+Completions = Annotated[int, Field(gt=0, le=65_536), Number]
 
 
 class Tls(StrictModel):
@@ -57,7 +66,7 @@ class Quota(StrictModel):
     pending_tokens: PositiveInt | None = None
     tokens_per_second: PositiveFloat | None = None
     storage_bytes: PositiveInt | None = None
-    weight: PositiveFloat = 1.0
+    weight: Weight = 1.0
 
 
 class RequestLimits(StrictModel):
@@ -81,7 +90,7 @@ class RequestLimits(StrictModel):
     body_seconds: PositiveFloat = 60.0
     datums: PositiveInt = 4096
     tokens: PositiveInt = 2**20
-    samples: PositiveInt = 256
+    samples: Completions = 256
 
 
 class Retention(StrictModel):
@@ -98,10 +107,10 @@ class Retention(StrictModel):
             last use.
     """
 
-    heartbeat_seconds: PositiveFloat = 300.0
-    session_seconds: PositiveFloat = 604800.0
-    promise_seconds: PositiveFloat = 3600.0
-    sampler_seconds: PositiveFloat = 3600.0
+    heartbeat_seconds: KeptSeconds = 300.0
+    session_seconds: KeptSeconds = 604800.0
+    promise_seconds: KeptSeconds = 3600.0
+    sampler_seconds: KeptSeconds = 3600.0
 
 
 class Snapshots(StrictModel):
@@ -150,6 +159,16 @@ class ServerSession(SessionConfig):
 
     rank: PositiveInt = 32
 
+def _tenants(serve: Any, wrong: Wrong) -> None:
+    names = [name for name in serve.quotas if not TENANT.fullmatch(name)]
+    if names:
+        wrong["quotas"] = (
+            f"quotas: {names[0]!r:.100} is no tenant, whose name has 1 to 63 small "
+            "letters, digits, '_' and '-', and begins with a letter or digit. Write "
+            "it as in jaxlora keys, or default for all others."
+        )
+
+
 
 class ServeConfig(BaseSettings):
     """Settings of `jaxlora serve`.
@@ -188,7 +207,7 @@ class ServeConfig(BaseSettings):
         snapshots: How often a model gets a snapshot.
     """
 
-    rules = (*BaseSettings.rules, _remote, _behind)
+    rules = (*BaseSettings.rules, _remote, _behind, _tenants)
     belongs = {
         name: f"the session. Write session: {{{name}: ...}}"
         for name in SessionConfig.model_fields

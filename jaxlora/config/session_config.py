@@ -18,6 +18,11 @@ from jaxlora.config.strict import (
     Wrong,
 )
 
+# Parts of a prompt for which a cache has room at least: two rows of two parts each.
+LEAST_PARTS = 4
+# More are a slip of the keyboard.
+Versions = Annotated[int, Field(gt=0, le=65_536), Number]
+
 
 def _blocks(session: Any, wrong: Wrong) -> None:
     if session.microbatch_tokens == "auto":
@@ -79,6 +84,15 @@ class SessionConfig(StrictModel):
         return tuple(sorted(self.microbatch_tokens))
 
 
+def _parts(sampling: Any, wrong: Wrong) -> None:
+    cache, part = sampling.cache_tokens, sampling.part_tokens
+    if cache != "auto" and cache < LEAST_PARTS * part:
+        wrong["cache_tokens"] = (
+            f"cache_tokens={cache} is less than two rows of twice part_tokens={part}. "
+            f"Set it to {LEAST_PARTS * part} or more, or lower part_tokens."
+        )
+
+
 class SamplingConfig(StrictModel):
     """Settings of sampling beside training.
 
@@ -96,11 +110,13 @@ class SamplingConfig(StrictModel):
         share: Share of the time that sampling has while there is training, too.
     """
 
-    versions: PositiveInt = 16
+    rules = (_parts,)
+
+    versions: Versions = 16
     file_versions: PositiveInt = 1000
     rows: PositiveInt = 64
     cache_tokens: PositiveInt | Literal["auto"] = "auto"
-    part_tokens: PositiveInt = 256
+    part_tokens: Tokens = 256
     share: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.5
 
 

@@ -357,10 +357,11 @@ def _bind(config: ServeConfig) -> socket.socket:
         except OSError:
             bound.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # that of a name that is none
+        reason = getattr(error, "strerror", None) or "this is no name of a machine"
         raise ConfigError(
             f"the server cannot listen on port {config.port} of {config.host}: "
-            f"{error.strerror}. Set another port, or host."
+            f"{reason}. Set another port, or host."
         ) from None
     return bound
 

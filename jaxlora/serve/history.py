@@ -199,7 +199,8 @@ class History:
             write_text(self._path, text)
         except StorageError as error:  # all else goes on
             logger.warning("the page cannot save its curves: %s", error)
-        self._saved = cursor
+        else:
+            self._saved = cursor
 
     def load(self) -> None:
         """Reads the curves of an earlier process, if there are any."""

@@ -27,6 +27,7 @@ from jaxlora.config.session_config import AdamParams
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import (
+    _bind,
     delete_expired,
     end_unused,
     make_app,
@@ -507,3 +508,10 @@ def test_a_server_ends_by_a_signal_and_keeps_others_out(tmp_path, capsys):
         assert process.wait() == 0
     assert time.monotonic() - begin < 10
     assert "what it has acknowledged is on the disk" in rest
+
+
+@pytest.mark.parametrize("host", ["x" * 70, "a..b"])
+def test_a_host_that_is_none_is_refused_before_anything_is_loaded(host):
+    config = ServeConfig(model="m", host=host, behind_proxy=True)
+    with pytest.raises(ConfigError, match=r"cannot listen .* Set another port"):
+        _bind(config)

@@ -20,12 +20,14 @@ from jaxlora import Callback, LoraJob, RunConfig, Trainer
 from jaxlora.config.serve_config import ServeConfig, ServerSession
 from jaxlora.config.session_config import AdamParams
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.errors import StorageError
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import make_app, make_server
 from jaxlora.serve.history import History, Rates
 from jaxlora.serve.operation import Create, Done, Pass, Step, Unload
 from jaxlora.serve.run_page import serve_run
 from jaxlora.serve.server import Server
+from jaxlora.serve.view import Point
 from jaxlora.session.datum import ChosenLoss
 from jaxlora.session.samples import SampleCall
 from tests import tiny
@@ -301,6 +303,22 @@ def test_curves_go_on_after_a_restart(served, tmp_path, caplog):
     path.write_text('{"points": {"a": [["x", 1]]}}')
     damaged.load()
     assert "is damaged, so curves begin anew" in caplog.text
+
+
+def test_curves_that_could_not_be_saved_are_saved_later(tmp_path, monkeypatch):
+    def full(*_):
+        raise StorageError("no space left")
+
+    history = History(tmp_path / "curves.json")
+    history.curves.add("m", Point(1, loss=2.0))
+    history.tenants["m"] = "alice"
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxlora.serve.history.write_text", full)
+        history.save()
+    history.save()
+    again = History(tmp_path / "curves.json")
+    again.load()
+    assert again.curves.last("m") == history.curves.last("m") is not None
 
 
 # ---- in a browser --------------------------------------------------------------------

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from jaxlora.errors import StorageError
 from jaxlora.serve.jobs import jobs
 from jaxlora.serve.operation import Save
 from tests import tiny
@@ -56,6 +57,22 @@ def test_uploads_are_listed_and_deleted(client, rows):
     assert "you have uploaded other.csv already" in again
     client.ok("DELETE", "uploads/other.csv")
     client.refused("GET", "uploads/other.csv", 404)
+
+
+def test_an_upload_that_fails_leaves_its_name_free(client, monkeypatch):
+    """Also if its file was there already when the database went away."""
+
+    def fails(*_, **__):
+        raise StorageError("the database is away")
+
+    data = client.app.state.server.jobs.data
+    with monkeypatch.context() as patch:
+        patch.setattr(data._registry, "add", fails)
+        client.refused("PUT", "uploads/late.csv", 503, content=b"a,b\n")
+    client.refused("GET", "uploads/late.csv", 404)
+    made = client.ok("PUT", "uploads/late.csv", content=b"prompt,completion\n")
+    assert made["bytes"] == 18
+    client.ok("DELETE", "uploads/late.csv")
 
 
 @pytest.mark.parametrize(
