@@ -88,7 +88,7 @@ class Tenant:
         Raises:
             JaxloraError: It is refused.
         """
-        headers = self._headers | headers
+        headers = {**self._headers, **headers}
         while True:
             try:
                 response = await self._http.request(

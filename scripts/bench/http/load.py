@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import (
-    AsyncIterator,
+    AsyncGenerator,
     Awaitable,
     Callable,
     Collection,
@@ -146,7 +146,7 @@ class Load:
             await asyncio.sleep(_GET_SECONDS)
 
     @contextlib.asynccontextmanager
-    async def running(self, *loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    async def running(self, *loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
         """Runs loops meanwhile, and waits for what they have sent.
 
         Raises:
