@@ -44,6 +44,10 @@ _TEND_SECONDS = 30.0
 # How long requests may still be answered when the server ends. Clients whose long polls
 # are cut off ask again.
 _LAST_SECONDS = 2
+# For so long a connection without requests is kept. Proxies and clients keep theirs for
+# a minute at most, and should be the ones that close it: a request that is sent while
+# the server closes the connection fails.
+_KEEP_SECONDS = 75
 
 # The routes, in the order in which they are looked for.
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
@@ -284,12 +288,7 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
     """
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(_bind(config))
-        tls: dict[str, Any] = {}
         if config.tls is not None:
-            tls = {
-                "ssl_certfile": config.tls.certificate,
-                "ssl_keyfile": config.tls.key,
-            }
             _check_tls(config.tls.certificate, config.tls.key)
         try:
             stack.enter_context(RunLock(pathlib.Path(config.folder)))
@@ -299,17 +298,7 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
         parts = make_server(config)
         parts.hub.prepare()
         app = make_app(parts)
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=config.behind_proxy,
-            forwarded_allow_ips="*" if config.behind_proxy else None,
-            timeout_graceful_shutdown=_LAST_SECONDS,
-            ws="none",
-            **tls,
-        )
+        settings = uvicorn_settings(config, app)
         uvicorn_server = _Uvicorn(settings, on_start)
         died = app.state.server.hub.died
         died.add_done_callback(lambda _: uvicorn_server.handle_exit(0, None))
@@ -326,6 +315,25 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
                 "has acknowledged is lost."
             )
         return int(died.done() or not uvicorn_server.started)
+
+
+def uvicorn_settings(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
+    """Returns how the app is served."""
+    tls: dict[str, Any] = {}
+    if config.tls is not None:
+        tls = {"ssl_certfile": config.tls.certificate, "ssl_keyfile": config.tls.key}
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=config.behind_proxy,
+        forwarded_allow_ips="*" if config.behind_proxy else None,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+        timeout_keep_alive=_KEEP_SECONDS,
+        ws="none",
+        **tls,
+    )
 
 
 def _bind(config: ServeConfig) -> socket.socket:

@@ -26,7 +26,13 @@ from jaxlora.config.serve_config import ServeConfig
 from jaxlora.config.session_config import AdamParams
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import load_model
-from jaxlora.serve.app import delete_expired, make_app, make_server, park_lapsed
+from jaxlora.serve.app import (
+    delete_expired,
+    make_app,
+    make_server,
+    park_lapsed,
+    uvicorn_settings,
+)
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
 from jaxlora.serve.operation import Create, Done, Load, Pass, Save, Step
@@ -204,6 +210,12 @@ def test_a_long_poll_is_answered_when_the_server_ends(server):
     asyncio.run(poll())
     assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
     assert b"Send the request again" in sent[1]["body"]
+
+
+def test_an_idle_connection_is_closed_by_its_client_or_proxy():
+    """nginx keeps those to the server for 60 s, and so do load balancers."""
+    config = ServeConfig(model="m", folder="serve")
+    assert uvicorn_settings(config, FastAPI()).timeout_keep_alive > 60
 
 
 def test_pages_of_other_sites_cannot_use_a_local_server(local):
