@@ -197,7 +197,7 @@ def tables(rows: Sequence[Row]) -> str:
     kinds = {
         "Single requests": ("ms", "p99_ms", "first_ms", "outside_ms"),
         "Loads": (
-            "tokens_per_second", "p50_s", "p99_s", "requests", "unfairness", "fill",
+            "unfairness", "tokens_per_second", "p50_s", "p99_s", "requests", "fill",
             "accept_p50_ms", "accept_p99_ms", "get_p50_ms", "get_p99_ms", "outside_ms",
             "commit_ms", "cores", "client_cores", "compiled", "resident_gib",
         ),
@@ -206,10 +206,16 @@ def tables(rows: Sequence[Row]) -> str:
             "round_s", "first_s", "cores", "compiled",
         ),
     }  # fmt: skip
+    # A row belongs to the tables whose first column it has.
     made = {
         title: table([r for r in rows if columns[0] in r], ("row", *columns))
         for title, columns in kinds.items()
     }
     first = {columns[0] for columns in kinds.values()}
-    others = [row for row in rows if not first & row.keys()]
-    return "\n\n".join([sections(made), *(f"- {dict(row)}" for row in others)])
+    hidden = {"commit", "device", "versions", "date", "at_s"}
+    others = [
+        {name: value for name, value in row.items() if name not in hidden}
+        for row in rows
+        if not first & row.keys()
+    ]
+    return "\n\n".join([sections(made), *map(str, others)])
