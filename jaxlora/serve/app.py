@@ -112,6 +112,7 @@ def _make_parts(
     engine = Engine(
         model,
         config.session,
+        host_bytes=config.session.host_bytes,
         folder=folder / "parked",
         weight_of=lambda tenant: config.quota(tenant).weight,
         slots_of=lambda tenant: config.quota(tenant).slots,
