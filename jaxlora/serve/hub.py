@@ -214,8 +214,12 @@ class Hub:
         return self._engine
 
     def prepare(self) -> None:
-        """Compiles or loads the programs of training, before `start`."""
+        """Compiles or loads the programs of training, before `start`.
+
+        Those of samples begin then, so that the first sampler waits for less.
+        """
         self._engine.prepare()
+        self._samples.prepare()
 
     def start(self) -> None:
         """Reads what was accepted before, and starts the thread.
