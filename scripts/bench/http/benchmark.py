@@ -68,6 +68,11 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument("--rounds", type=int, default=3, help="of rl beside training")
     out.add_argument("--job-tokens", type=int, default=180_000, help="of all jobs")
     out.add_argument(
+        "--host-bytes",
+        type=int,
+        help="memory of the host for adapters in no slot, as in the server's file",
+    )
+    out.add_argument(
         "--work",
         type=Path,
         help="folder of the checkpoint, which is kept and used again, and of the "
@@ -138,7 +143,9 @@ def _serve(
     case = case_of(args)
     names = [f"t{i}" for i in range(max(args.tenants))] + ["rl", "whole", "killed"]
     log = (args.output_dir or work) / "server.log"
-    server = Server(work, _settings(case, work), names, _device(args), log)
+    server = Server(
+        work, _settings(case, work, args.host_bytes), names, _device(args), log
+    )
     try:
         add({"row": "server starts", "answers_s": round(server.wait(), 2)})
         compared = asyncio.run(_measure(args, work, case, server, add))
@@ -174,7 +181,7 @@ async def _measure(
     return compared
 
 
-def _settings(case: Case, work: Path) -> dict[str, Any]:
+def _settings(case: Case, work: Path, host_bytes: int | None) -> dict[str, Any]:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -188,6 +195,7 @@ def _settings(case: Case, work: Path) -> dict[str, Any]:
             "rank": case.rank,
             "microbatch_tokens": [*case.sizes],
             "block_tokens": case.block_tokens,
+            "host_bytes": host_bytes,
         },
     }
 

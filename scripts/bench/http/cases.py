@@ -77,8 +77,9 @@ async def closed(load: Load) -> AsyncIterator[Columns]:
 
 
 def _warm_up(load: Load, number: int) -> float:
-    """Returns the seconds in which the models come for the first time."""
-    return min(load.args.seconds, 2 + number / 6)
+    """Returns the seconds in which the adapters come, and leave, for the first time."""
+    seconds = load.args.seconds
+    return 3 + seconds / 8 + number / 3 if seconds > 5 else 0.0
 
 
 async def arriving(load: Load) -> AsyncIterator[Columns]:
