@@ -148,7 +148,9 @@ class Server:
     def seen(self) -> Seen:
         """Reads its counters."""
         text = httpx.get(
-            f"{self.address}/metrics", headers={"X-API-Key": self.keys["ops"]}
+            f"{self.address}/metrics",
+            headers={"X-API-Key": self.keys["ops"]},
+            timeout=60.0,
         ).text
         found = {f"{m[1]}{{{m[2] or ''}}}": float(m[3]) for m in _SAMPLE.finditer(text)}
         stat = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
