@@ -155,9 +155,15 @@ def _behind(serve: Any, wrong: Wrong) -> None:
 
 
 class ServerSession(SessionConfig):
-    """Settings of a server's session, whose default rank is that of Tinker's client."""
+    """Settings of a server's session, whose default rank is that of Tinker's client.
+
+    Attributes:
+        host_bytes: Memory of the host for adapters that are in no slot; beyond it, they
+            go to files. By default half of what is available when the server starts.
+    """
 
     rank: PositiveInt = 32
+    host_bytes: PositiveInt | None = None
 
 def _tenants(serve: Any, wrong: Wrong) -> None:
     names = [name for name in serve.quotas if not TENANT.fullmatch(name)]

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
@@ -46,6 +47,14 @@ _TEND_SECONDS = 30.0
 # How long requests may still be answered when the server ends. Clients whose long polls
 # are cut off ask again.
 _LAST_SECONDS = 2
+# For so long a connection without requests is kept. Proxies and clients keep theirs for
+# a minute at most, and should be the ones that close it: a request that is sent while
+# the server closes the connection fails.
+_KEEP_SECONDS = 75
+# A thread that computes in Python lets others wait for so long at most. A request needs
+# several turns, between the engine's thread, its own and that of the log; with Python's
+# default, 5 ms, it waits for 20 ms where the engine computes.
+_TURN_SECONDS = 0.0005
 
 # The routes, in the order in which they are looked for.
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
@@ -105,6 +114,7 @@ def _make_parts(
     engine = Engine(
         model,
         config.session,
+        host_bytes=config.session.host_bytes,
         folder=folder / "parked",
         weight_of=lambda tenant: config.quota(tenant).weight,
         slots_of=lambda tenant: config.quota(tenant).slots,
@@ -300,12 +310,9 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
     """
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(_bind(config))
-        tls: dict[str, Any] = {}
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_TURN_SECONDS)
         if config.tls is not None:
-            tls = {
-                "ssl_certfile": config.tls.certificate,
-                "ssl_keyfile": config.tls.key,
-            }
             _check_tls(config.tls.certificate, config.tls.key)
         try:
             stack.enter_context(RunLock(pathlib.Path(config.folder)))
@@ -315,17 +322,7 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
         parts = make_server(config)
         parts.hub.prepare()
         app = make_app(parts)
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=config.behind_proxy,
-            forwarded_allow_ips="*" if config.behind_proxy else None,
-            timeout_graceful_shutdown=_LAST_SECONDS,
-            ws="none",
-            **tls,
-        )
+        settings = uvicorn_settings(config, app)
         uvicorn_server = _Uvicorn(settings, on_start)
         died = app.state.server.hub.died
         died.add_done_callback(lambda _: uvicorn_server.handle_exit(0, None))
@@ -342,6 +339,25 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
                 "has acknowledged is lost."
             )
         return int(died.done() or not uvicorn_server.started)
+
+
+def uvicorn_settings(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
+    """Returns how the app is served."""
+    tls: dict[str, Any] = {}
+    if config.tls is not None:
+        tls = {"ssl_certfile": config.tls.certificate, "ssl_keyfile": config.tls.key}
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=config.behind_proxy,
+        forwarded_allow_ips="*" if config.behind_proxy else None,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+        timeout_keep_alive=_KEEP_SECONDS,
+        ws="none",
+        **tls,
+    )
 
 
 def _bind(config: ServeConfig) -> socket.socket:

@@ -104,8 +104,12 @@ class Hub:
     # ---- life ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Compiles or loads the programs of training, before `start`."""
+        """Compiles or loads the programs of training, before `start`.
+
+        Those of samples begin then, so that the first sampler waits for less.
+        """
         self.engine.prepare()
+        self._sampling.samples.prepare()
 
     def start(self) -> None:
         """Reads what was accepted before, and starts the thread.

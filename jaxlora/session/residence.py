@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import logging
-import os
 import pathlib
 import shutil
 from collections import deque
@@ -22,6 +21,8 @@ from jaxlora.adapters.optimizers.state import Kind
 from jaxlora.adapters.optimizers.table import ADAMW
 from jaxlora.adapters.parked_slot import PARAMS, ParkedSlot, adapter_from_rows
 from jaxlora.adapters.slots import SlotTable
+from jaxlora.common.host_memory import available_bytes
+from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.session.slot_programs import SlotPrograms
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,9 @@ logger = logging.getLogger(__name__)
 Place = Literal["slot", "host", "file"]
 PENDING: Kind = "pending"  # of gradients beside the kinds of a slot's state
 _MOST_LEAVING = 4  # adapters whose copies are still on the device
-# Most bytes of parked adapters in memory that the device reads by itself, and its share
-# of the host's.
-_PINNED_BYTES, _PINNED_SHARE = 32 * 2**30, 0.25
-_HOST_SHARE = 0.5  # of the free memory of the host, for parked adapters
+_HOST_SHARE = 0.5  # of the available memory of the host, for parked adapters
+# Most of that in memory that the device reads by itself, and its share.
+_PINNED_BYTES, _PINNED_SHARE = 32 * 2**30, 0.5
 # Of files. An engine that has failed may still write some into the folder of the next.
 _NUMBERS = itertools.count(1)
 
@@ -198,22 +198,28 @@ class Residence:
             programs: The programs of a session.
             num_slots: Their number.
             min_stay: How long an adapter stays in its slot if another one can leave.
-            host_bytes: Memory of the host for parked adapters, beyond which those that
-                were used least recently go to files; None: half of what is free if
-                there is a folder, or else there is no bound.
-            folder: Folder for these files, which no one else uses. What is in it is
-                removed.
+            host_bytes: Memory of the host for parked adapters, half of which, up to
+                32 GiB, the device reads by itself; None: half of what is available.
+            folder: Folder for files of those that were used least recently beyond
+                this, which no one else uses. What is in it is removed. None: there are
+                no files, and no bound.
             most_of: Returns the most slots of a tenant; None: any number.
         """
-        assert host_bytes is None or folder is not None, "the rest needs a folder"
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier process
-            if host_bytes is None:
-                host_bytes = int(_HOST_SHARE * _host_memory("SC_AVPHYS_PAGES"))
-        most = _PINNED_SHARE * _host_memory("SC_PHYS_PAGES")
-        self._most_pinned = min(_PINNED_BYTES, most)
+        if host_bytes is None:
+            host_bytes = int(_HOST_SHARE * available_bytes())
+        self._most_pinned = min(_PINNED_BYTES, int(_PINNED_SHARE * host_bytes))
         self._table, self._programs = table, programs
-        self._min_stay, self._bound, self._folder = min_stay, host_bytes, folder
+        self._min_stay, self._folder = min_stay, folder
+        self._bound = None if folder is None else host_bytes
+        if folder is not None:
+            logger.info(
+                "adapters in no slot have %s of the host's memory, %s of it pinned; "
+                "beyond that they go to files",
+                format_bytes(host_bytes),
+                format_bytes(self._most_pinned),
+            )
         self._most_of, self._free = most_of, deque(range(num_slots))
         # The least recently used are first.
         self._here: dict[Resident, None] = {}
@@ -461,11 +467,6 @@ class Residence:
         file = _File(path, rows.is_finite, rows)
         self._writer.submit(file.write)
         return file
-
-
-def _host_memory(pages: str) -> int:
-    """Returns the bytes of some pages of the host, by the name of `sysconf`."""
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _pinned(rows: jax.Array) -> Sharding:

@@ -33,6 +33,8 @@ from jaxlora.serve.app import (
     make_app,
     make_server,
     park_lapsed,
+    serve,
+    uvicorn_settings,
 )
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
@@ -49,6 +51,7 @@ from jaxlora.serve.operation import (
 from jaxlora.serve.server import Server
 from jaxlora.session.datum import ChosenLoss
 from tests import tiny
+from tests.jaxlora.serve.running import free_port
 from tests.jaxlora.session.conftest import SETTINGS
 from tests.jaxlora.session.test_losses import datums
 
@@ -220,6 +223,26 @@ def test_a_long_poll_is_answered_when_the_server_ends(server):
     asyncio.run(poll())
     assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
     assert b"Send the request again" in sent[1]["body"]
+
+
+def test_an_idle_connection_is_closed_by_its_client_or_proxy():
+    """nginx keeps those to the server for 60 s, and so do load balancers."""
+    config = ServeConfig(model="m", folder="serve")
+    assert uvicorn_settings(config, FastAPI()).timeout_keep_alive > 60
+
+
+def test_a_request_waits_for_no_long_turn_of_the_engine(monkeypatch, tmp_path):
+    """It needs several turns of Python's lock, each of which took 5 ms."""
+    found, before = [], sys.getswitchinterval()
+
+    def make_server(config):
+        found.append(sys.getswitchinterval())
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr("jaxlora.serve.app.make_server", make_server)
+    with pytest.raises(ConfigError, match="that is all"):
+        serve(ServeConfig(model="m", folder=str(tmp_path), port=free_port()))
+    assert found[0] <= 0.001 and sys.getswitchinterval() == before
 
 
 def test_pages_of_other_sites_cannot_use_a_local_server(local):
