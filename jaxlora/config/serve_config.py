@@ -165,6 +165,7 @@ class ServerSession(SessionConfig):
     rank: PositiveInt = 32
     host_bytes: PositiveInt | None = None
 
+
 def _tenants(serve: Any, wrong: Wrong) -> None:
     names = [name for name in serve.quotas if not TENANT.fullmatch(name)]
     if names:
@@ -173,7 +174,6 @@ def _tenants(serve: Any, wrong: Wrong) -> None:
             "letters, digits, '_' and '-', and begins with a letter or digit. Write "
             "it as in jaxlora keys, or default for all others."
         )
-
 
 
 class ServeConfig(BaseSettings):
