@@ -9,6 +9,7 @@ promise then fails, as a gap would hold up all requests after it.
 import asyncio
 import functools
 import math
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ from jaxlora.serve.operation import (
     Step,
     Unload,
 )
-from jaxlora.serve.registry import Entry, NotFound, Taken
+from jaxlora.serve.registry import Entry, NotFound
 from jaxlora.serve.server import Server
 from jaxlora.serve.tinker import bodies
 from jaxlora.serve.tinker.answers import answer, waiting
@@ -68,6 +69,7 @@ class Models:
     """Models of clients, and what is asked of them."""
 
     def __init__(self, server: Server):
+        self._adding = threading.Lock()  # of two at once, each would miss the other
         """Makes the object for a server."""
         self._server = server
         self._known: dict[tuple[str, str], Entry] = {}
@@ -136,10 +138,10 @@ class Models:
         server = self._server
         if server.registry.owned(who.tenant, "session", session).fields.get("finished"):
             raise ConfigError(f"session {session!r} has finished. Begin another.")
-        try:
-            server.registry.owned(who.tenant, "model", id)
-        except NotFound:
-            server.limits.check_new_model(who.tenant)
+                server.registry.owned(who.tenant, "model", id)
+            except NotFound:
+                server.limits.check_new_model(who.tenant)
+        with self._adding:
             try:
                 server.registry.add(
                     "model",
@@ -150,8 +152,6 @@ class Models:
                     lora=dict(lora),
                     metadata=bodies.texts(metadata),
                 )
-            except Taken:  # the same request, at the same time
-                server.registry.owned(who.tenant, "model", id)
 
     def _check_base(self, name: str) -> None:
         served = self._server.config.served_name
