@@ -77,6 +77,25 @@ def new_file(path: str | os.PathLike, *, mode: int = 0o666) -> Iterator[IO[bytes
 
 
 @contextlib.contextmanager
+def new_path(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """Yields a path to make a file at, which replaces `path` as with `new_file`.
+
+    It is for libraries that make files by themselves, such as safetensors. The file
+    gets the usual permissions of a new one.
+
+    Raises:
+        StorageError: The file cannot be written; the old file is unchanged.
+    """
+    path = pathlib.Path(path)
+    with _temporary(path) as place:
+        yield place / _NEW
+        (place / _NEW).chmod(place.stat().st_mode & 0o666)
+        with (place / _NEW).open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(place / _NEW, path)
+
+
+@contextlib.contextmanager
 def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yields a folder that gets the name `path` when the block ends without an error.
 

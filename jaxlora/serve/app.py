@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
@@ -25,16 +26,18 @@ from jaxlora.run.lock import RunLock
 from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.hub import Hub
 from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Entry, Registry
 from jaxlora.serve.server import Server
+from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Links, Storage
 from jaxlora.serve.tinker import api as tinker
 from jaxlora.serve.tinker.checkpoints import settled
+from jaxlora.serve.tinker.training import unload
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -44,6 +47,14 @@ _TEND_SECONDS = 30.0
 # How long requests may still be answered when the server ends. Clients whose long polls
 # are cut off ask again.
 _LAST_SECONDS = 2
+# For so long a connection without requests is kept. Proxies and clients keep theirs for
+# a minute at most, and should be the ones that close it: a request that is sent while
+# the server closes the connection fails.
+_KEEP_SECONDS = 75
+# A thread that computes in Python lets others wait for so long at most. A request needs
+# several turns, between the engine's thread, its own and that of the log; with Python's
+# default, 5 ms, it waits for 20 ms where the engine computes.
+_TURN_SECONDS = 0.0005
 
 # The routes, in the order in which they are looked for.
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
@@ -103,6 +114,7 @@ def _make_parts(
     engine = Engine(
         model,
         config.session,
+        host_bytes=config.session.host_bytes,
         folder=folder / "parked",
         weight_of=lambda tenant: config.quota(tenant).weight,
         slots_of=lambda tenant: config.quota(tenant).slots,
@@ -112,6 +124,8 @@ def _make_parts(
     hub = Hub(
         *(engine, storage, database),
         HubSettings(
+            snapshot_steps=config.snapshots.steps,
+            snapshot_seconds=config.snapshots.seconds,
             keep_seconds=config.retention.promise_seconds,
             sampler_seconds=config.retention.sampler_seconds,
         ),
@@ -168,7 +182,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return answer_to(error)
+    return answer_to(error, request.scope)
 
 
 def _own_router(server: Server) -> APIRouter:
@@ -220,6 +234,7 @@ async def _tend(server: Server) -> None:
     while True:
         await attempt(delete_expired, server)
         await attempt(park_lapsed, server)
+        await attempt(end_unused, server)
         await asyncio.sleep(_TEND_SECONDS)
 
 
@@ -255,6 +270,17 @@ def park_lapsed(server: Server) -> None:
             server.hub.park(model.id)
 
 
+def end_unused(server: Server) -> None:
+    """Unloads the models of clients that are gone for good, and forgets such clients.
+
+    Models with checkpoints stay in lists.
+    """
+    seconds = server.config.retention.session_seconds
+    for model in server.registry.unused_models(seconds):
+        unload(server, model)
+    server.registry.delete_unused(seconds)
+
+
 class _Uvicorn(uvicorn.Server):
     """Ends by SIGTERM and Ctrl-C as it should, instead of raising them again."""
 
@@ -284,12 +310,9 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
     """
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(_bind(config))
-        tls: dict[str, Any] = {}
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_TURN_SECONDS)
         if config.tls is not None:
-            tls = {
-                "ssl_certfile": config.tls.certificate,
-                "ssl_keyfile": config.tls.key,
-            }
             _check_tls(config.tls.certificate, config.tls.key)
         try:
             stack.enter_context(RunLock(pathlib.Path(config.folder)))
@@ -299,17 +322,7 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
         parts = make_server(config)
         parts.hub.prepare()
         app = make_app(parts)
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=config.behind_proxy,
-            forwarded_allow_ips="*" if config.behind_proxy else None,
-            timeout_graceful_shutdown=_LAST_SECONDS,
-            ws="none",
-            **tls,
-        )
+        settings = uvicorn_settings(config, app)
         uvicorn_server = _Uvicorn(settings, on_start)
         died = app.state.server.hub.died
         died.add_done_callback(lambda _: uvicorn_server.handle_exit(0, None))
@@ -328,6 +341,25 @@ def serve(config: ServeConfig, *, on_start: Callable[[], None] = lambda: None) -
         return int(died.done() or not uvicorn_server.started)
 
 
+def uvicorn_settings(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
+    """Returns how the app is served."""
+    tls: dict[str, Any] = {}
+    if config.tls is not None:
+        tls = {"ssl_certfile": config.tls.certificate, "ssl_keyfile": config.tls.key}
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=config.behind_proxy,
+        forwarded_allow_ips="*" if config.behind_proxy else None,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+        timeout_keep_alive=_KEEP_SECONDS,
+        ws="none",
+        **tls,
+    )
+
+
 def _bind(config: ServeConfig) -> socket.socket:
     """Takes the address, before anything is loaded."""
     try:
@@ -341,10 +373,11 @@ def _bind(config: ServeConfig) -> socket.socket:
         except OSError:
             bound.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # that of a name that is none
+        reason = getattr(error, "strerror", None) or "this is no name of a machine"
         raise ConfigError(
             f"the server cannot listen on port {config.port} of {config.host}: "
-            f"{error.strerror}. Set another port, or host."
+            f"{reason}. Set another port, or host."
         ) from None
     return bound
 

@@ -271,6 +271,14 @@ class Samples:
     def _ends(self) -> tuple[int, ...]:
         return end_ids(self._model, self._tokenizer)
 
+    def prepare(self) -> None:
+        """Begins to compile, or load, what short samples need, and returns at once.
+
+        Longer ones, and those with log-probabilities of their prompts, have programs of
+        their own.
+        """
+        self._programs(self._cache_tokens(1, 1), None)
+
     # ---- calls -----------------------------------------------------------------------
 
     def submit(
@@ -393,13 +401,17 @@ class Samples:
 
     def _is_ready(self, asked: _Asked) -> bool:
         """Whether the programs of a call are compiled, which begins if it has not."""
-        num_top = asked.num_top
-        key = asked.cache_tokens, None if num_top is None else bool(num_top)
+        prepared = self._programs(asked.cache_tokens, asked.num_top)
+        return all(one.is_done for one in prepared)
+
+    def _programs(self, cache_tokens: int, num_top: int | None) -> list[Prepared]:
+        """Returns the programs of rows of a size; see `Request.num_top`."""
+        key = cache_tokens, None if num_top is None else bool(num_top)
         if key not in self._prepared:
-            shape = self._shape(asked.cache_tokens)
+            shape = self._shape(cache_tokens)
             prepared = Batch.prepare(self.published.decoder, shape, num_top)
             self._prepared[key] = prepared
-        return all(one.is_done for one in self._prepared[key])
+        return self._prepared[key]
 
     @property
     def _used_tokens(self) -> int:

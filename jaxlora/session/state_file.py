@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.parked_slot import ParkedSlot, adapter_from_rows
-from jaxlora.common.atomic import new_file
+from jaxlora.common.atomic import new_path
 from jaxlora.common.json_file import check_regular_file, cut
 from jaxlora.errors import CheckpointError
 from jaxlora.run.saved_fields import STRICT, Count, OneLine
@@ -89,9 +89,11 @@ def write_state(
         for kind, own in kinds.items()
         for name, array in own.items()
     }
-    data = safetensors.numpy.save(tensors, {_KEY: header.model_dump_json()})
-    with new_file(path) as file:
-        file.write(data)
+    # Other threads go on meanwhile. While safetensors makes bytes of all tensors, which
+    # takes seconds for a large adapter, none of them does.
+    with new_path(path) as place:
+        metadata = {_KEY: header.model_dump_json()}
+        safetensors.numpy.save_file(tensors, place, metadata)
 
 
 def read_state(path: pathlib.Path, base: str) -> SavedAdapter:

@@ -51,6 +51,7 @@ SUBJECTS = {
         "mesh.benchmark", "pipelines and FSDP on the GPUs of a machine", gathers=True
     ),
     "serve": Subject("serve", "tenants of an engine against the offline trainer"),
+    "http": Subject("http.benchmark", "clients of `jaxlora serve`", on_device=False),
     "scheduler": Subject(
         "scheduler.benchmark", "packers on a simulated pipeline", on_device=False
     ),

@@ -64,7 +64,7 @@ from scripts.bench.workload import Workload
 SIGMA = 0.6  # of the logarithm of lengths
 HEAVY = 64  # times the load of another tenant
 LONE_TOKENS = 512
-_POOL = 6  # batches that a tenant sends in turn
+POOL = 6  # batches that a tenant sends in turn
 _RATE = AdamParams(learning_rate=1e-5)
 _COST = AffineCost(base=0.0, per_token=1.0, per_square=0.0)
 _COSTS = CostModel.uniform(1, forward=_COST, backward=_COST)
@@ -111,7 +111,7 @@ class Offline:
         every = [
             [
                 job_batch(slot, case.lengths(rng, case.samples), model.vocab_size, rng)
-                for _ in range(_POOL)
+                for _ in range(POOL)
             ]
             for slot in range(jobs)
         ]
@@ -277,7 +277,7 @@ class Load:
             one = self.engine.open(name, adapter, tenant=name)
             samples = case.samples * (1 if i else first)
             batches = [
-                self.datums(rng, case.lengths(rng, samples)) for _ in range(_POOL)
+                self.datums(rng, case.lengths(rng, samples)) for _ in range(POOL)
             ]
             every.append(Tenant(self.engine, one, batches, self._owners))
         return every
@@ -525,8 +525,8 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{table(ms, ('row', 'ms'))}\n\n{table(loads, columns)}"
 
 
-def add_options(out: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+def add_load_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options of the load, which a server over HTTP has, too."""
     add_output_dir(out)
     out.add_argument("--model", choices=[*ANY_DEVICE, LARGE], default=LARGE)
     out.add_argument("--layers", type=int, help="replaces the model's own number")
@@ -538,31 +538,31 @@ def add_options(out: argparse.ArgumentParser) -> None:
     out.add_argument("--tenants", type=int, nargs="+", default=[16, 1, 4, 64])
     out.add_argument("--samples", type=int, default=8, help="in a batch")
     out.add_argument("--mean-tokens", type=int, default=350, help="in a sample")
-    out.add_argument(
-        "--rows",
-        nargs="+",
-        choices=["kernels", "offline", "A", "D"],
-        default=["offline", "A", "D"],
-        help="besides single pieces of work; kernels: kinds of kernels, on a GPU",
-    )
     out.add_argument("--seconds", type=float, default=15.0, help="of a row")
     out.add_argument(
         "--first-seconds",
         type=float,
         default=60.0,
-        help="of the first row of A, whose shares are compared",
+        help="of the first number of tenants, whose shares are compared",
     )
 
 
-def run(args: argparse.Namespace) -> None:
-    """Runs the benchmark with the given options.
+def add_options(out: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add_load_options(out)
+    out.add_argument(
+        "--rows",
+        nargs="+",
+        choices=["kernels", "offline", "A", "D"],
+        default=["offline", "A", "D"],
+        help="besides single pieces of work; kernels: kinds of kernels, on a GPU; "
+        "offline alone: nothing else, and no engine",
+    )
 
-    Raises:
-        JaxloraError: The model is too large for this device.
-    """
-    if (why := needs_gpu(args.model, jax.default_backend() == "gpu")) is not None:
-        raise JaxloraError(why)
-    case = Case(
+
+def case_of(args: argparse.Namespace) -> Case:
+    """Returns the settings of a load."""
+    return Case(
         model=args.model,
         layers=args.layers,
         rank=args.rank,
@@ -576,6 +576,17 @@ def run(args: argparse.Namespace) -> None:
         samples=args.samples,
         mean_tokens=args.mean_tokens,
     )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the benchmark with the given options.
+
+    Raises:
+        JaxloraError: The model is too large for this device.
+    """
+    if (why := needs_gpu(args.model, jax.default_backend() == "gpu")) is not None:
+        raise JaxloraError(why)
+    case = case_of(args)
     rows, began = Rows(args.output_dir, "serve", tables), time.perf_counter()
     device = about(jax.devices()[0].device_kind)
 
@@ -586,6 +597,9 @@ def run(args: argparse.Namespace) -> None:
     most = max(args.tenants)
     jobs = min(most, 16)
     offline = Offline(case, jobs, compiles="offline" in args.rows)
+    if args.rows == ["offline"]:
+        add({"row": "offline trainer", **offline.measure()})
+        return
     load = Load(case, _engine(case, offline.trained))
     estimate = {"estimate": str(load.engine.memory_estimate)}
     add(_row("load and compile", time.perf_counter() - began) | estimate)

@@ -12,6 +12,7 @@ import safetensors
 from jaxlora.common.atomic import (
     find_complete_folder,
     new_folder,
+    new_path,
     remove_leftovers,
     replace_folder,
     sync_files,
@@ -107,6 +108,20 @@ def test_a_failure_keeps_the_old_folder(tmp_path):
         raise RuntimeError
     assert text_in(path) == {"file": "old"}
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_that_a_library_makes_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    with new_path(path) as place:
+        place.write_text("old")
+        place.chmod(0o600)
+        assert not path.exists()
+    write_text(tmp_path / "other", "as usual")
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(RuntimeError), new_path(path) as place:
+        place.write_text("new")
+        raise RuntimeError
+    assert text_in(tmp_path) == {"file": "old", "other": "as usual"}
 
 
 def kill(path: pathlib.Path, where: str) -> None:

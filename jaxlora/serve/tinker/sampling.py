@@ -168,9 +168,10 @@ class Samplers:
                 "the request has no sampling_session_id and seq_id. Make a sampler by "
                 "create_sampling_session first."
             )
-        return self._server.registry.owned(
-            who.tenant, "sampler", body.sampling_session_id
-        )
+        registry = self._server.registry
+        sampler = registry.owned(who.tenant, "sampler", body.sampling_session_id)
+        registry.note_use(sampler)
+        return sampler
 
     def submit(self, sampler: Entry, content: bytes, body: bodies.Sample) -> Sample:
         """Accepts a request for samples. Only the thread of the server calls this.

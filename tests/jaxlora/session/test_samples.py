@@ -78,6 +78,10 @@ CALLS = (
 def test_calls_together_give_the_bits_of_each_alone(published):
     """Of all versions and lengths, and more than there are rows."""
     _, samples = published()
+    samples.prepare()
+    (short,) = samples._prepared
+    drawn(samples, CALLS[0])
+    assert [*samples._prepared] == [short]  # it needs no other programs
     alone = [drawn(samples, one)[0] for one in CALLS]
     for order in (CALLS, CALLS[::-1]):
         together = drawn(samples, *order)
