@@ -11,7 +11,6 @@ from jaxlora.pallas_kernels.expert_rows import (
 )
 from jaxlora.pallas_kernels.experts import (
     block_rows_for,
-    expert_gate,
     expert_input,
     expert_linears,
     expert_output,
@@ -87,7 +86,6 @@ __all__ = [
     "compile_program",
     "dora_gain",
     "dropout_keys",
-    "expert_gate",
     "expert_input",
     "expert_linears",
     "expert_output",

@@ -33,7 +33,6 @@ from jaxlora.pallas_kernels.op import (
     passes_of,
     with_gradient,
 )
-from jaxlora.pallas_kernels.producers import Gate, gate_with_gradient
 from jaxlora.pallas_kernels.projection import ROWS, KernelSettings, Projection
 from jaxlora.pallas_kernels.varying import vary, varying_axes
 
@@ -180,49 +179,6 @@ def _gather(passes: Passes, x, projections, plan: RowPlan, *, is_gradient: bool)
 
 
 @typing.no_type_check  # `checks.py` has better messages
-def expert_gate(
-    x: Float[Array, "S K"],
-    projections: Sequence[Projection],
-    gate: Gate,
-    following: Sequence[Projection],
-    plan: RowPlan,
-    *,
-    implementation: str,
-) -> tuple[Float[Array, "S F"], list[Float[Array, "S R"]]]:
-    """`multi_lora_gate` for linears of experts; see `expert_linears` for these.
-
-    Args:
-        x: The rows of `gather_rows`.
-        projections: The linears that share x. Their weights are not stored transposed.
-        gate: Makes h of their outputs. Blocks of padding of h may hold anything.
-        following: The linears that take h. They get no gradient here.
-        plan: Where the rows are.
-        implementation: Name of a kernel back end with `produce`.
-
-    Returns:
-        h, and s of each following linear.
-
-    Raises:
-        ValueError: As for `expert_linears`.
-    """
-    backend = get_backend(implementation)
-    if plan.block_rows != TILE_TOKENS:
-        raise ValueError(
-            f"the plan's blocks have {plan.block_rows} rows, and expert_gate takes "
-            f"blocks of {TILE_TOKENS}. Leave block_rows of route_rows out."
-        )
-    check_experts(backend, x, projections, plan)
-    h = jax.ShapeDtypeStruct((x.shape[0], projections[0].b.shape[2]), x.dtype)
-    check_experts(backend, h, following, plan)
-    made = tuple(_by_slot(p, plan, x.shape[1]) for p in projections)
-    after = tuple(_by_slot(p, plan, h.shape[1]) for p in following)
-    op = gate_with_gradient(passes_of(backend, ()), gate)
-    arrays = x, made, after, plan
-    x, made, after, plan = vary(arrays, varying_axes(arrays))
-    return op(x, made, after, plan.expert, plan, None)
-
-
-@typing.no_type_check  # `checks.py` has better messages
 def expert_output(
     h: Float[Array, "S F"],
     projection: Projection,
@@ -230,7 +186,6 @@ def expert_output(
     plan: RowPlan,
     *,
     w_transposed: bool = False,
-    s: Float[Array, "S _"] | None = None,
     implementation: str = "xla",
 ) -> Float[Array, "T D"]:
     """Combines the rows of the last linear of experts: `sum_j weights[t, j] y[t, j]`.
@@ -245,7 +200,6 @@ def expert_output(
         weights: Weight of each token's copy for its j-th expert.
         plan: Where the rows are.
         w_transposed: Whether a weight that is not quantized is stored [X, N, K].
-        s: What `expert_gate` computed beside h; None: it is computed here.
         implementation: Name of the kernel back end in `BACKENDS`.
 
     Raises:
@@ -262,7 +216,7 @@ def expert_output(
             "each of the plan's copies of tokens."
         )
     made = _by_slot(projection, plan, h.shape[1])
-    arrays = h, made, weights, plan, None if s is None else [s]
+    arrays = h, made, weights, plan
     arrays = vary(arrays, varying_axes(arrays))
     return _output_with_gradient(passes_of(backend, ()))(*arrays, w_transposed)
 
@@ -271,12 +225,12 @@ def expert_output(
 def _output_with_gradient(passes: Passes):
     """Makes the op of a linear of experts whose rows are combined."""
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-    def op(h, projection, weights, plan, s, w_transposed):
-        return forward(h, projection, weights, plan, s, w_transposed)[0]
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+    def op(h, projection, weights, plan, w_transposed):
+        return forward(h, projection, weights, plan, w_transposed)[0]
 
-    def forward(h, projection, weights, plan, s, w_transposed):
-        given = h, (projection,), plan.expert, plan, s, w_transposed
+    def forward(h, projection, weights, plan, w_transposed):
+        given = h, (projection,), plan.expert, plan, None, w_transposed
         (y,), kept = passes.forward(*given)
         return combine_rows(y, weights, plan), (kept, weights)
 
@@ -298,7 +252,7 @@ def _output_with_gradient(passes: Passes):
         if projection.bias is not None:
             dweights += _of_bias(dy, projection.bias, plan)
         dh = (dh * of_row[:, None]).astype(h.dtype)
-        return dh, gradients, dweights.astype(weights.dtype), None, None
+        return dh, gradients, dweights.astype(weights.dtype), None
 
     op.defvjp(forward, backward)
     return op

@@ -149,14 +149,14 @@ def multi_lora_gate(
     made = check_projections(backend, x, projections, block_adapter)
     h = jax.ShapeDtypeStruct((x.shape[0], made[0].b.shape[2]), x.dtype)
     after = check_projections(backend, h, following, block_adapter)
-    op = gate_with_gradient(passes_of(backend, ()), gate)
+    op = _gate_with_gradient(passes_of(backend, ()), gate)
     index = jnp.zeros(1, jnp.int32)
     arrays = x, made, after, index, jnp.asarray(block_adapter), s
     return op(*vary(arrays, varying_axes(arrays)))
 
 
 @functools.cache
-def gate_with_gradient(passes: Passes, gate: Gate):
+def _gate_with_gradient(passes: Passes, gate: Gate):
     """Makes the op of linears with a gate."""
     run = functools.partial(_run, passes.backend, passes.precision)
 

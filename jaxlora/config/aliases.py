@@ -54,7 +54,8 @@ _LOSS_ON = (
     "of a chat, all on every token."
 )
 _CHECKPOINTS = (
-    "Set checkpoint_every of the run, in rounds: one optimizer step of every job."
+    "Set checkpoint_every of the run, in rounds (one optimizer step of every job), or "
+    "checkpoint_seconds."
 )
 _DATASETS = (
     "Give each job its data, with a file, folder or hub id as path, or with several "

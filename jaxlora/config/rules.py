@@ -212,6 +212,14 @@ def _pace(run: Any, wrong: Wrong) -> None:
         )
 
 
+def _checkpoints(run: Any, wrong: Wrong) -> None:
+    if run.checkpoint_every != "auto" and run.changes("checkpoint_seconds"):
+        wrong["checkpoint_seconds"] = (
+            f"checkpoint_seconds={run.checkpoint_seconds} is for checkpoint_every: "
+            f"auto, and it is {run.checkpoint_every}. Leave one of the two out."
+        )
+
+
 def _pipeline(run: Any, wrong: Wrong) -> None:
     in_flight = run.pipeline_microbatches
     if in_flight is None or run.mesh == "auto":
@@ -267,6 +275,7 @@ OF_A_RUN: tuple[Rules, ...] = (
     _microbatches,
     _samples,
     _pace,
+    _checkpoints,
     _pipeline,
     _sweep,
     copies_follow_their_jobs,

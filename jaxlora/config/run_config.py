@@ -123,7 +123,10 @@ class RunConfig(BaseSettings):
             break; `greedy` packs one step of every job at a time; `lorafusion` is
             LoRAFusion's algorithm.
         checkpoint_every: Rounds between checkpoints; None: only at the end and when
-            interrupted.
+            interrupted. `auto` goes by `checkpoint_seconds`, or has 50 rounds with
+            pipeline stages or several processes.
+        checkpoint_seconds: Least time between checkpoints if `checkpoint_every` is
+            `auto`.
         keep_checkpoints: Number of checkpoints to keep.
         log_every: Rounds between lines of the training log, at most one for each
             report of the speed.
@@ -175,7 +178,8 @@ class RunConfig(BaseSettings):
     preempt: Bool = True
     pace: Literal["auto"] | Pace = "auto"
     packer: PackerName = "joint"
-    checkpoint_every: PositiveInt | None = 50
+    checkpoint_every: PositiveInt | Literal["auto"] | None = "auto"
+    checkpoint_seconds: PositiveFloat = 120.0
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1
     token_cache: Bool = True

@@ -2,6 +2,7 @@
 
 import ipaddress
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from jaxlora.config.session_config import SamplingConfig, SessionConfig
 from jaxlora.config.strict import (
     Bool,
     InputPath,
+    Number,
     OutputPath,
     PositiveFloat,
     PositiveInt,
@@ -24,7 +26,14 @@ from jaxlora.config.strict import (
 )
 from jaxlora.problems import Source, problems_of, settings_error
 
+TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # the name of one
 Port = Annotated[int, Field(ge=1, le=65_535)]
+# Shares beyond these would leave nothing to others, or to the tenant itself.
+Weight = Annotated[float, Field(ge=0.001, le=1000.0), Number]
+# Clients ask for results, and send heartbeats, within a minute.
+KeptSeconds = Annotated[float, Field(ge=60.0), Number]
+# More are a slip of the keyboard.
+Completions = Annotated[int, Field(gt=0, le=65_536), Number]
 
 
 class Tls(StrictModel):
@@ -57,7 +66,7 @@ class Quota(StrictModel):
     pending_tokens: PositiveInt | None = None
     tokens_per_second: PositiveFloat | None = None
     storage_bytes: PositiveInt | None = None
-    weight: PositiveFloat = 1.0
+    weight: Weight = 1.0
 
 
 class RequestLimits(StrictModel):
@@ -81,7 +90,7 @@ class RequestLimits(StrictModel):
     body_seconds: PositiveFloat = 60.0
     datums: PositiveInt = 4096
     tokens: PositiveInt = 2**20
-    samples: PositiveInt = 256
+    samples: Completions = 256
 
 
 class Retention(StrictModel):
@@ -90,14 +99,30 @@ class Retention(StrictModel):
     Attributes:
         heartbeat_seconds: After so long without a heartbeat of its client, the models
             of a session leave their slots. They go on with the next request.
+        session_seconds: After so long without a heartbeat and a request, the models of
+            a session are unloaded. What belongs to it is forgotten, but for models that
+            have checkpoints.
         promise_seconds: How long results wait to be asked for.
         sampler_seconds: How long published weights without a name are kept after their
             last use.
     """
 
-    heartbeat_seconds: PositiveFloat = 300.0
-    promise_seconds: PositiveFloat = 3600.0
-    sampler_seconds: PositiveFloat = 3600.0
+    heartbeat_seconds: KeptSeconds = 300.0
+    session_seconds: KeptSeconds = 604800.0
+    promise_seconds: KeptSeconds = 3600.0
+    sampler_seconds: KeptSeconds = 3600.0
+
+
+class Snapshots(StrictModel):
+    """How often a model gets a snapshot; what came after it is redone after a crash.
+
+    Attributes:
+        steps: After so many optimizer steps ...
+        seconds: ... or so many seconds after its first change since the last snapshot.
+    """
+
+    steps: PositiveInt = 50
+    seconds: PositiveFloat = 120.0
 
 
 def _remote(serve: Any, wrong: Wrong) -> None:
@@ -141,6 +166,16 @@ class ServerSession(SessionConfig):
     host_bytes: PositiveInt | None = None
 
 
+def _tenants(serve: Any, wrong: Wrong) -> None:
+    names = [name for name in serve.quotas if not TENANT.fullmatch(name)]
+    if names:
+        wrong["quotas"] = (
+            f"quotas: {names[0]!r:.100} is no tenant, whose name has 1 to 63 small "
+            "letters, digits, '_' and '-', and begins with a letter or digit. Write "
+            "it as in jaxlora keys, or default for all others."
+        )
+
+
 class ServeConfig(BaseSettings):
     """Settings of `jaxlora serve`.
 
@@ -175,9 +210,10 @@ class ServeConfig(BaseSettings):
         quotas: Quotas by tenant; `default` has those of all others.
         limits: Most that one request may hold.
         retention: How long the server keeps what nobody asks for.
+        snapshots: How often a model gets a snapshot.
     """
 
-    rules = (*BaseSettings.rules, _remote, _behind)
+    rules = (*BaseSettings.rules, _remote, _behind, _tenants)
     belongs = {
         name: f"the session. Write session: {{{name}: ...}}"
         for name in SessionConfig.model_fields
@@ -206,6 +242,7 @@ class ServeConfig(BaseSettings):
     quotas: dict[str, Quota] = {}
     limits: RequestLimits = RequestLimits()
     retention: Retention = Retention()
+    snapshots: Snapshots = Snapshots()
 
     @property
     def is_local(self) -> bool:

@@ -10,12 +10,18 @@ from jaxlora.config.strict import (
     NonNegativeFloat,
     Number,
     OneOrMore,
+    PositiveFloat,
     PositiveInt,
     StrictModel,
     Texts,
     Tokens,
     Wrong,
 )
+
+# Parts of a prompt for which a cache has room at least: two rows of two parts each.
+LEAST_PARTS = 4
+# More are a slip of the keyboard.
+Versions = Annotated[int, Field(gt=0, le=65_536), Number]
 
 
 def _blocks(session: Any, wrong: Wrong) -> None:
@@ -78,6 +84,15 @@ class SessionConfig(StrictModel):
         return tuple(sorted(self.microbatch_tokens))
 
 
+def _parts(sampling: Any, wrong: Wrong) -> None:
+    cache, part = sampling.cache_tokens, sampling.part_tokens
+    if cache != "auto" and cache < LEAST_PARTS * part:
+        wrong["cache_tokens"] = (
+            f"cache_tokens={cache} is less than two rows of twice part_tokens={part}. "
+            f"Set it to {LEAST_PARTS * part} or more, or lower part_tokens."
+        )
+
+
 class SamplingConfig(StrictModel):
     """Settings of sampling beside training.
 
@@ -95,11 +110,13 @@ class SamplingConfig(StrictModel):
         share: Share of the time that sampling has while there is training, too.
     """
 
-    versions: PositiveInt = 16
+    rules = (_parts,)
+
+    versions: Versions = 16
     file_versions: PositiveInt = 1000
     rows: PositiveInt = 64
     cache_tokens: PositiveInt | Literal["auto"] = "auto"
-    part_tokens: PositiveInt = 256
+    part_tokens: Tokens = 256
     share: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.5
 
 
@@ -110,6 +127,7 @@ class AdamParams(StrictModel):
         learning_rate: Learning rate.
         betas: Decays of the first and the second moment.
         eps: Added to the root of the second moment.
+        lora_plus_ratio: Learning rate of B over that of A (LoRA+).
         weight_decay: Decoupled weight decay.
         grad_clip_norm: Clips the adapter's gradient to this norm; 0: never.
     """
@@ -117,5 +135,6 @@ class AdamParams(StrictModel):
     learning_rate: NonNegativeFloat
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: NonNegativeFloat = 1e-12
+    lora_plus_ratio: PositiveFloat = 1.0
     weight_decay: NonNegativeFloat = 0.0
     grad_clip_norm: NonNegativeFloat = 0.0

@@ -1,5 +1,9 @@
-"""`jaxlora plan`: predicts a run without training it."""
+"""`jaxlora plan`: predicts a run without training it.
 
-from jaxlora.forecast.forecast import RunForecast, plan_run, plan_run_groups
+The names are listed in `__init__.pyi` and are imported on first use, so that the
+process which plans groups can start the devices first.
+"""
 
-__all__ = ["RunForecast", "plan_run", "plan_run_groups"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,8 +5,8 @@ from typing import Any
 
 TRUST = "Models are read by jaxlora itself; no code of a checkpoint runs."
 CHECKPOINTS = (
-    "checkpoint_every counts rounds, and is 50 by default; a checkpoint is also "
-    "written at the end and on Ctrl-C."
+    "A checkpoint is written every two minutes (checkpoint_every, "
+    "checkpoint_seconds), at the end, and on Ctrl-C."
 )
 TRACKING = (
     "Set report_to of the run: tensorboard (the default), wandb or trackio; the "

@@ -153,8 +153,8 @@ class MultiLoraLinear(nnx.Module):
             values |= variant.slot_settings(self.slots, rank, **given)
         for name, value in values.items():
             variable = getattr(self, name)
-            rows = jnp.zeros(variable.shape[1:], variable.dtype)
-            rows = rows.at[unpadded(np.shape(value))].set(value)
+            rows = np.zeros(variable.shape[1:], variable.dtype)
+            rows[unpadded(np.shape(value))] = value
             variable[...] = variable[...].at[slot].set(rows)
 
     def __call__(

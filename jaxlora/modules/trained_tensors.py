@@ -7,9 +7,8 @@ loop over them, so a new one is one more entry of its variant.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxlora.config import LoraJob
 from jaxlora.modules.variants.table import variants, variants_with
-from jaxlora.modules.variants.variant import TrainedTensor
+from jaxlora.modules.variants.variant import RateSettings, TrainedTensor
 
 
 def trained_tensors() -> tuple[TrainedTensor, ...]:
@@ -33,12 +32,12 @@ def tensor_settings() -> tuple[str, ...]:
 
 
 def rate_ratios[T](
-    by_slot: Callable[[Callable[[LoraJob], float]], T],
+    by_slot: Callable[[Callable[[RateSettings], float]], T],
 ) -> dict[str, T]:
     """Collects the ratios of the tensors that have a learning rate of their own.
 
     Args:
-        by_slot: Makes an array by slot of a function of the slot's job.
+        by_slot: Makes an array by slot of a function of the slot's settings.
     """
     return {t.name: by_slot(t.rate_ratio) for t in trained_tensors() if t.rate_ratio}
 

@@ -47,16 +47,24 @@ class _Kept:
     Attributes:
         programs: The folder.
         writers: The threads that write programs, by key.
+        will_compile: Whether this process compiles the programs that it plans.
     """
 
     programs: KeptPrograms | None = None
+    will_compile: bool = True
     writers: ClassVar[dict[str, threading.Thread]] = {}
 
 
-def keep_programs(programs: KeptPrograms | None) -> None:
-    """Keeps the programs that are compiled from now on, or stops doing so."""
+def keep_programs(programs: KeptPrograms | None, *, will_compile: bool = True) -> None:
+    """Keeps the programs that are compiled from now on, or stops doing so.
+
+    Args:
+        programs: The folder; None: nothing is kept.
+        will_compile: Whether this process compiles programs. One that only plans keeps
+            estimates.
+    """
     wait_until_kept()
-    _Kept.programs = programs
+    _Kept.programs, _Kept.will_compile = programs, will_compile
 
 
 def wait_until_kept() -> None:
@@ -98,7 +106,8 @@ def kept_value[T](what: str, identity: Any, compute: Callable[[], T]) -> T:
             return json.loads(entry)
     except (DamagedEntryError, ValueError) as error:
         _reject(kept.path(key), what, "computed instead", str(error))
-    start_workers()  # the programs of this run are probably new, too
+    if _Kept.will_compile:
+        start_workers()  # the programs of this run are probably new, too
     value = compute()
     kept.write(key, json.dumps(value).encode())
     return value

@@ -26,16 +26,18 @@ from jaxlora.run.lock import RunLock
 from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
-from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.hub import Hub
 from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
 from jaxlora.serve.registry import Entry, Registry
 from jaxlora.serve.server import Server
+from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Links, Storage
 from jaxlora.serve.tinker import api as tinker
 from jaxlora.serve.tinker.checkpoints import settled
+from jaxlora.serve.tinker.training import unload
 from jaxlora.session.engine import Engine
 from jaxlora.train.compilation_cache import keep_compiled_programs
 
@@ -122,6 +124,8 @@ def _make_parts(
     hub = Hub(
         *(engine, storage, database),
         HubSettings(
+            snapshot_steps=config.snapshots.steps,
+            snapshot_seconds=config.snapshots.seconds,
             keep_seconds=config.retention.promise_seconds,
             sampler_seconds=config.retention.sampler_seconds,
         ),
@@ -178,7 +182,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return answer_to(error)
+    return answer_to(error, request.scope)
 
 
 def _own_router(server: Server) -> APIRouter:
@@ -230,6 +234,7 @@ async def _tend(server: Server) -> None:
     while True:
         await attempt(delete_expired, server)
         await attempt(park_lapsed, server)
+        await attempt(end_unused, server)
         await asyncio.sleep(_TEND_SECONDS)
 
 
@@ -263,6 +268,17 @@ def park_lapsed(server: Server) -> None:
     for session in server.registry.lapsed("session", seconds, 3 * _TEND_SECONDS):
         for model in server.registry.list(session.tenant, "model", parent=session.id):
             server.hub.park(model.id)
+
+
+def end_unused(server: Server) -> None:
+    """Unloads the models of clients that are gone for good, and forgets such clients.
+
+    Models with checkpoints stay in lists.
+    """
+    seconds = server.config.retention.session_seconds
+    for model in server.registry.unused_models(seconds):
+        unload(server, model)
+    server.registry.delete_unused(seconds)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -357,10 +373,11 @@ def _bind(config: ServeConfig) -> socket.socket:
         except OSError:
             bound.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # that of a name that is none
+        reason = getattr(error, "strerror", None) or "this is no name of a machine"
         raise ConfigError(
             f"the server cannot listen on port {config.port} of {config.host}: "
-            f"{error.strerror}. Set another port, or host."
+            f"{reason}. Set another port, or host."
         ) from None
     return bound
 

@@ -7,26 +7,24 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any
 
 import pydantic
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import Field
 
 from jaxlora.adapters.files.tokenizer_copy import template_settings
 from jaxlora.common.job_name import BASE
 from jaxlora.config.data_config import common_template_kwargs
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.errors import ConfigError
 from jaxlora.generate.answer_text import AnswerText
 from jaxlora.generate.generator import end_ids
 from jaxlora.generate.prompt import FinishReason, Prompt, prompt_ids
 from jaxlora.problems import format_errors
-from jaxlora.serve.guard import answer_to
 from jaxlora.serve.jobs.driver import awaited
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Principal, allowed
@@ -204,20 +202,16 @@ class Chats:
                 )
             return Voice(version=key, key=key)
         try:
-            job = self._jobs.find(who.tenant, name)
+            job, key = self._jobs.adapter(who.tenant, name)
         except NotFound:
             raise NotFound(
                 f"there is no model {name!r:.120}. GET /v1/models lists yours."
             ) from None
-        if job.adapter is None:
-            raise ConfigError(
-                f"job {name!r} has no adapter yet: it is {job.progress.status}."
-            )
         data = job.settings.data.model_dump(mode="json")
         templates = template_settings(data)
         return Voice(
-            version=job.adapter,
-            key=job.adapter,
+            version=key,
+            key=key,
             template=templates[0] if templates else None,
             kwargs=common_template_kwargs(data),
         )
@@ -447,31 +441,10 @@ def _completions(outcome: SampleResult | Failed) -> Sequence[Any]:
     return outcome.completions
 
 
-class _Route(APIRoute):
-    """A route whose errors OpenAI's clients show."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        """Returns the function that answers a request."""
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except (HTTPException, JaxloraError) as error:
-                found = answer_to(error)
-                text = json.loads(bytes(found.body))["detail"]
-                shown = {"message": text, "type": "error", "code": found.status_code}
-                values = {"error": shown, "detail": text}
-                headers = getattr(error, "headers", None)
-                return JSONResponse(values, found.status_code, headers)
-
-        return answer
-
-
 def router(server: Server, jobs: Jobs) -> APIRouter:
     """Returns the routes."""
     chats = Chats(server, jobs)
-    made = APIRouter(prefix="/v1", route_class=_Route)
+    made = APIRouter(prefix="/v1")
 
     @made.get("/models")
     def models(who: Taster) -> dict[str, Any]:

@@ -128,7 +128,9 @@ def _engine(url: str) -> sa.Engine:
                 "out for a file in the server's folder."
             )
         engine = sa.create_engine(parsed, **options)
-    except sa.exc.ArgumentError as error:
+    except ConfigError:
+        raise
+    except (sa.exc.ArgumentError, ValueError) as error:
         raise ConfigError(
             f"database={url!r:.100} is no URL of a database. Set sqlite:///PATH or "
             "postgresql://USER:PASSWORD@HOST/NAME."
@@ -138,14 +140,35 @@ def _engine(url: str) -> sa.Engine:
             f"the driver of this database is not installed: {error}. Install "
             "jaxlora[postgres], or set sqlite:///PATH."
         ) from error
+    _check(url, parsed)
     if parsed.get_backend_name() == "sqlite":
-        if parsed.database not in (None, "", ":memory:"):
-            pathlib.Path(parsed.database).parent.mkdir(
-                parents=True, exist_ok=True, mode=0o700
-            )
+        assert parsed.database is not None
+        folder = pathlib.Path(parsed.database).parent
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sa.event.listen(engine, "connect", _set_up_sqlite)
         sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _check(url: str, parsed: sa.URL) -> None:
+    """Checks what the drivers do not.
+
+    Raises:
+        ConfigError: The database would be in memory, or has no user.
+    """
+    backend, name = parsed.get_backend_name(), parsed.database or ""
+    if backend == "sqlite" and name in ("", ":memory:"):
+        raise ConfigError(
+            f"database={url!r:.100} names no file, so all would be lost when the "
+            "server ends. Set sqlite:///PATH, with three slashes."
+        )
+    if "\0" in name:
+        raise ConfigError(f"database={url!r:.100} has a null byte. Remove it.")
+    if backend == "postgresql" and not parsed.username:
+        raise ConfigError(
+            f"database={url!r:.100} has no user. Set "
+            "postgresql://USER:PASSWORD@HOST/NAME."
+        )
 
 
 def _set_up_sqlite(connection: Any, record: Any) -> None:

@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 import traceback
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import sqlalchemy.exc
@@ -20,7 +21,7 @@ from jaxlora.problems import Problem, Source, format_problems
 from jaxlora.serve.hub import Unavailable
 from jaxlora.serve.keys import authenticate
 from jaxlora.serve.limits import OverQuota, OverStorage
-from jaxlora.serve.registry import NotFound, Taken
+from jaxlora.serve.registry import Conflict, NotFound
 from jaxlora.serve.server import Server
 from jaxlora.serve.storage import LinkError, NotStored
 
@@ -35,7 +36,7 @@ _STATUS: dict[type[BaseException], int] = {
     NotFound: 404,
     NotStored: 404,
     LinkError: 403,
-    Taken: 409,
+    Conflict: 409,
     OverQuota: 429,
     OverStorage: 402,
     StorageError: 503,
@@ -43,6 +44,7 @@ _STATUS: dict[type[BaseException], int] = {
     DeviceError: 503,
     JaxloraError: 400,
 }
+_NO_ROUTE = ("Not Found", "Method Not Allowed")  # as Starlette says it
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -97,14 +99,14 @@ class Guard:
             if status:
                 raise
             text = "the server is ending. Send the request again in a moment."
-            response = JSONResponse({"detail": text}, 503, {"retry-after": "1"})
+            response = _answer(scope, text, 503, {"retry-after": "1"})
             await response(scope, receive, answer)
         except Exception as error:
-            response = answer_to(error)
+            response = answer_to(error, scope)
             if response.status_code == 500:
                 _log(error, request_id)
                 text = f"an unexpected error; the server's log has it as {request_id}."
-                response = JSONResponse({"detail": text}, 500)
+                response = _answer(scope, text, 500)
             if status:  # part of the answer is sent: the client sees that it breaks off
                 raise ConnectionAbortedError("the answer breaks off") from None
             await response(scope, receive, answer)
@@ -162,11 +164,16 @@ def _log(error: Exception, request_id: str) -> None:
     logger.error("%s failed: %s\n%s", request_id, type(error).__name__, frames)
 
 
-def answer_to(error: Exception) -> Response:
+def answer_to(error: Exception, scope: Scope) -> Response:
     """Returns the answer to a request that has raised an error."""
     if isinstance(error, HTTPException):
-        detail = {"detail": error.detail}
-        return JSONResponse(detail, error.status_code, error.headers)
+        text, status = error.detail, error.status_code
+        if text in _NO_ROUTE:
+            text = (
+                f"this server has no {scope['method']} {scope['path']:.200}; its "
+                "requests are in docs/serve.md."
+            )
+        return _answer(scope, text, status, error.headers)
     if isinstance(error, RequestValidationError):
         problems = [
             Problem(
@@ -177,9 +184,20 @@ def answer_to(error: Exception) -> Response:
             )
             for one in error.errors()
         ]
-        detail = format_problems(problems, Source("the request"))
-        return JSONResponse({"detail": detail}, 422)
+        return _answer(scope, format_problems(problems, Source("the request")), 422)
     if isinstance(error, sqlalchemy.exc.TimeoutError):
         error = StorageError("the server's database is busy. Try again.")
     status = next((_STATUS[k] for k in type(error).__mro__ if k in _STATUS), 500)
-    return JSONResponse({"detail": str(error)}, status)
+    return _answer(scope, str(error), status)
+
+
+def _answer(
+    scope: Scope, text: str, status: int, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Returns an answer with the text of an error, where clients look for it."""
+    values: dict[str, object] = {"detail": text}
+    if scope["path"].startswith("/v1/"):  # clients of OpenAI's API
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        error = {"message": text, "type": kind, "param": None, "code": None}
+        values["error"] = error
+    return JSONResponse(values, status, headers)

@@ -7,13 +7,16 @@ import logging
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxlora.common.atomic import write_text
 from jaxlora.common.json_file import read_json_file
 from jaxlora.errors import StorageError
 from jaxlora.serve.hub import Hub, Promise
-from jaxlora.serve.operation import Done, Pass, Step
+from jaxlora.serve.jobs.jobs import Jobs
+from jaxlora.serve.jobs.record import Job, is_of_job
+from jaxlora.serve.operation import Done, Pass, Step, Unload
 from jaxlora.serve.view import Curves, Point, Rate
 from jaxlora.session.engine import PassResult, StepResult
 from jaxlora.session.sampler import Completion
@@ -117,10 +120,21 @@ class History:
         self._num_steps: collections.Counter[str] = collections.Counter()
         self._drawn: dict[str, collections.deque[Drawn]] = {}
 
-    def follow(self, hub: Hub) -> None:
-        """Takes what the hub does from now on."""
+    def follow(self, hub: Hub, jobs: Jobs) -> None:
+        """Takes what the hub does from now on, and what jobs say of it."""
         hub.listeners.append(self._ended)
         hub.sample_listeners.append(self._sampled)
+        jobs.listeners.append(self._noted)
+
+    def _noted(self, job: Job, event: Mapping[str, Any]) -> None:
+        """Takes a line of a job's metrics. Its passes do not tell its loss."""
+        if (point := Point.of(event)) is not None:
+            self._add(job.tenant, job.id, point)
+
+    def _add(self, tenant: str, model: str, point: Point) -> None:
+        with self._lock:
+            self.tenants[model] = tenant
+        self.curves.add(model, point)
 
     def _ended(self, promise: Promise) -> None:
         outcome = promise.outcome.result()
@@ -138,14 +152,18 @@ class History:
                 with self._lock:
                     loss, tokens = self._sums.pop(promise.model, (0.0, 0.0))
                     self._num_steps[promise.tenant] += 1
-                    self.tenants[promise.model] = promise.tenant
+                if is_of_job(promise.model):
+                    return
                 point = Point(
                     result.step,
                     loss=loss / tokens if tokens else None,
                     learning_rate=params.learning_rate,
                     grad_norm=result.grad_norm,
                 )
-                self.curves.add(promise.model, point)
+                self._add(promise.tenant, promise.model, point)
+            case Unload(), _:
+                with self._lock:
+                    self._sums.pop(promise.model, None)
 
     def _sampled(self, call: SampleCall, result: SampleResult) -> None:
         found = result.completions
@@ -181,7 +199,8 @@ class History:
             write_text(self._path, text)
         except StorageError as error:  # all else goes on
             logger.warning("the page cannot save its curves: %s", error)
-        self._saved = cursor
+        else:
+            self._saved = cursor
 
     def load(self) -> None:
         """Reads the curves of an earlier process, if there are any."""

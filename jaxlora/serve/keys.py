@@ -14,6 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from fastapi import HTTPException, Request
 
+from jaxlora.config.serve_config import TENANT
 from jaxlora.errors import ConfigError
 from jaxlora.serve.database import Database, metadata
 
@@ -21,7 +22,6 @@ SCOPES = ("train", "sample", "read", "admin")
 # Clients of the Tinker API refuse keys with another beginning.
 PREFIX = "tml-"
 LOCAL = "local"  # the tenant of a server without keys
-_TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _KEY = re.compile(rf"{PREFIX}([0-9a-f]{{16}})-([0-9a-f]{{64}})")
 # How long a key that was found counts without another look at the database.
 REMEMBERED_SECONDS = 5.0
@@ -247,7 +247,7 @@ def check_tenant(name: str) -> str:
     Raises:
         ConfigError: It cannot be one.
     """
-    if not isinstance(name, str) or not _TENANT.fullmatch(name):
+    if not isinstance(name, str) or not TENANT.fullmatch(name):
         raise ConfigError(
             f"tenant {name!r:.100} must have 1 to 63 small letters, digits, '_' and "
             "'-', and begin with a letter or digit."

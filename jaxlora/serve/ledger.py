@@ -17,7 +17,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -69,6 +69,14 @@ _MODELS = sa.Table(
     sa.Column("is_unloaded", sa.Boolean, nullable=False),
     sa.Column("failure", sa.Text),
 )
+_ATTEMPTS = sa.Table(
+    "attempts",
+    metadata,
+    sa.Column("model", sa.String(512), primary_key=True),
+    sa.Column("seq_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("strikes", sa.Integer, nullable=False),
+)
 _OWNERS = sa.Table(
     "hub_owner",
     metadata,
@@ -80,6 +88,9 @@ _MOST_AT_ONCE = 500  # entries of a transaction
 _MOST_BYTES_AT_ONCE = 64 * 2**20
 _RETRY_SECONDS = 0.05, 2.0  # between attempts to write, the first and the longest
 _ADVISORY_LOCK = 0x6C656467
+
+# A datum: its model, its operation, and its number there; 0 for a step.
+DatumKey = tuple[str, int, int]
 
 
 class Fenced(ConfigError):
@@ -95,7 +106,7 @@ class Logged:
         seq_id: Its number among the operations of the model.
         request_id: Its id.
         tenant: The tenant that owns the model.
-        encoded: The operation; it has no data if a snapshot covers it.
+        encoded: The operation; it has no data if it is not to be done again.
         digest: The digest that it had with its data.
         has_begun: Whether it may have left files in the storage.
         outcome: Its outcome; None: it has none yet.
@@ -120,12 +131,20 @@ class Part:
         seq_id: The operation.
         number: Number of the datum in it; 0 for a step.
         num_tokens: Its tokens; 0 for a step.
+        is_alone: Whether its rows stay empty in the microbatch, before which it runs in
+            one of its own.
     """
 
     model: str
     seq_id: int
     number: int
     num_tokens: int
+    is_alone: bool = False
+
+    @property
+    def key(self) -> DatumKey:
+        """The datum."""
+        return self.model, self.seq_id, self.number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,11 +194,13 @@ class Contents:
         operations: The operations that no snapshot covers or that have no outcome, by
             model and number.
         pieces: The pieces of work with parts that no snapshot covers, in their order.
+        attempts: What was on the device when the server died, if it was noted.
     """
 
     models: tuple[LoggedModel, ...]
     operations: tuple[Logged, ...]
     pieces: tuple[LoggedPiece, ...]
+    attempts: Mapping[DatumKey, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,19 +303,52 @@ class Ledger:
         """Hands in that an operation may leave files in the storage from now on."""
         return self._put((_of(model, seq_id).values(has_begun=True), {}))
 
-    def finish(self, model: str, seq_id: int, outcome: Done | Failed) -> Future[None]:
-        """Hands in the outcome of an operation."""
+    def finish(
+        self,
+        model: str,
+        seq_id: int,
+        outcome: Done | Failed,
+        *,
+        keeps_data: bool = True,
+    ) -> Future[None]:
+        """Hands in the outcome of an operation.
+
+        Args:
+            model: The model.
+            seq_id: Number of the operation.
+            outcome: The outcome.
+            keeps_data: Whether it is done again after a restart that no snapshot
+                covers; else its datums are dropped.
+        """
         encoded = encode_outcome(outcome)
-        values = {"outcome": encoded, "finished_at": self._clock()}
+        values: dict[str, Any] = {"outcome": encoded, "finished_at": self._clock()}
+        if not keeps_data:
+            values["data"] = None
         return self._put(
             (_of(model, seq_id).values(**values), {}), num_bytes=len(encoded)
         )
 
     def queue(self, piece: LoggedPiece) -> Future[None]:
-        """Hands in a piece of work that the device was given."""
-        parts = [[p.model, p.seq_id, p.number, p.num_tokens] for p in piece.parts]
-        row = {"number": piece.number, "rows": piece.rows, "parts": json.dumps(parts)}
-        return self._put((self._new(_PIECES), row))
+        """Hands in a piece of work that the device was given, or is given otherwise."""
+        parts = [[*p.key, p.num_tokens, *[True] * p.is_alone] for p in piece.parts]
+        row = {"rows": piece.rows, "parts": json.dumps(parts)}
+        insert = self._insert(_PIECES).values(number=piece.number, **row)
+        upsert = insert.on_conflict_do_update(index_elements=["number"], set_=row)
+        return self._put((upsert, {}))
+
+    def attempt(self, strikes: Mapping[DatumKey, int]) -> Future[None]:
+        """Hands in what may be to blame if the server dies now, in place of the last.
+
+        Args:
+            strikes: How often each datum was on the device then, with this time.
+        """
+        columns = "model", "seq_id", "number"
+        rows = [
+            dict(zip(columns, key, strict=True)) | {"strikes": number}
+            for key, number in strikes.items()
+        ]
+        insertion = [(_ATTEMPTS.insert(), rows)] if rows else []
+        return self._put((_ATTEMPTS.delete(), {}), *insertion)
 
     def cover(self, model: LoggedModel, pieces: Iterable[int]) -> Future[None]:
         """Hands in that a model has a snapshot, was unloaded or has failed.
@@ -332,6 +386,12 @@ class Ledger:
             .where(sa.exists(covered))
         )
         return self._put((old, {}))
+
+    def drop(self, model: str) -> Future[None]:
+        """Hands in that nothing is known of a model any more."""
+        operations = sa.delete(_OPERATIONS).where(_OPERATIONS.c.model == model)
+        row = sa.delete(_MODELS).where(_MODELS.c.id == model)
+        return self._put((operations, {}), (row, {}))
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all that was handed in is on disk.
@@ -459,7 +519,13 @@ class Ledger:
             logged = tuple(map(_logged, operations))
             pieces = connection.execute(sa.select(_PIECES).order_by(_PIECES.c.number))
             queued = tuple(map(_logged_piece, pieces))
-        return Contents(models=found, operations=logged, pieces=queued)
+            attempts = connection.execute(sa.select(_ATTEMPTS))
+            strikes = {
+                (one.model, one.seq_id, one.number): one.strikes for one in attempts
+            }
+        return Contents(
+            models=found, operations=logged, pieces=queued, attempts=strikes
+        )
 
     def find(self, model: str, seq_id: int) -> Logged | None:
         """Finds an operation by its number.
@@ -555,7 +621,13 @@ def _logged(row: Any) -> Logged:
 
 def _logged_piece(row: Any) -> LoggedPiece:
     parts = tuple(
-        Part(model=model, seq_id=seq_id, number=number, num_tokens=num_tokens)
-        for model, seq_id, number, num_tokens in json.loads(row.parts)
+        Part(
+            model=model,
+            seq_id=seq_id,
+            number=number,
+            num_tokens=num_tokens,
+            is_alone=any(is_alone),
+        )
+        for model, seq_id, number, num_tokens, *is_alone in json.loads(row.parts)
     )
     return LoggedPiece(number=row.number, rows=row.rows, parts=parts)

@@ -196,6 +196,7 @@ class Limits:
 UPLOADS = "/jobs/v1/uploads/"
 # Frames with a larger window would need as much memory for any content.
 _SMALL_BODY = 2**16
+_PIECE_BYTES = 2**20  # that are decompressed at once, and take memory
 _MOST_WINDOW = 2**27
 
 
@@ -354,12 +355,15 @@ def decompress(body: bytes, most: int) -> bytes:
     end = secrets.token_bytes(16)
     whole = io.BytesIO(body + zstandard.compress(end))
     reader = decompressor.stream_reader(whole, read_across_frames=True)
+    found, left = bytearray(), most + len(end) + 1
     try:
-        found = reader.read(most + len(end) + 1)
+        while left > 0 and (piece := reader.read(min(left, _PIECE_BYTES))):
+            found += piece
+            left -= len(piece)
     except zstandard.ZstdError as error:
         raise HTTPException(400, f"the body cannot be decompressed: {error}.") from None
     if len(found) > most + len(end):
         raise _too_large(most)
     if not found.endswith(end):
         raise HTTPException(400, "the body cannot be decompressed: it is cut off.")
-    return found[: -len(end)]
+    return bytes(memoryview(found)[: -len(end)])

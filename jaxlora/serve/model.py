@@ -118,6 +118,8 @@ class Model:
         steps: Optimizer steps behind its weights.
         loss_per_token: Loss of the last training pass for each position that counts.
         recent: Its tokens of the last minute.
+        ended_at: When its last operation ended, in seconds of the hub's clock; None:
+            none has since the start.
     """
 
     id: str
@@ -142,6 +144,7 @@ class Model:
     steps: int = 0
     loss_per_token: float | None = None
     recent: Recent = dataclasses.field(default_factory=lambda: Recent(1))
+    ended_at: float | None = None
 
     @staticmethod
     def of(logged: LoggedModel) -> "Model":
@@ -183,6 +186,12 @@ class Model:
         datums, tokens = promise.size
         self.pending_datums -= datums
         self.pending_tokens -= tokens
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has an adapter, or is about to have one."""
+        is_busy = self.held or self.running or self.is_blocked
+        return bool(is_busy) or self.adapter is not None or self.snapshot is not None
 
     @property
     def _place(self) -> Place | None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,8 +16,15 @@ import pydantic
 import safetensors.numpy
 
 from jaxlora.config.session_config import AdamParams
+from jaxlora.errors import ConfigError, DeviceError, JaxloraError, StorageError
 from jaxlora.session.datum import ChosenLoss, Datum
 from jaxlora.session.engine import PassResult, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class CannotReplay(ConfigError):
+    """The work that was done before a restart cannot be done again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +151,16 @@ class Failed:
 
     message: str
     category: Literal["user", "server"]
+
+    @staticmethod
+    def of(error: Exception, what: str) -> "Failed":
+        """Returns what a client is told of an error, which may be ours."""
+        if not isinstance(error, JaxloraError):
+            logger.error("%s has failed", what, exc_info=error)
+            message = "the server has made an error, which its log tells."
+            return Failed(message=message, category="server")
+        is_ours = isinstance(error, StorageError | DeviceError | CannotReplay)
+        return Failed(message=str(error), category="server" if is_ours else "user")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Query
@@ -18,8 +18,9 @@ from fastapi.responses import Response
 
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.errors import JaxloraError
+from jaxlora.run.status_view import format_seconds
 from jaxlora.serve.history import Drawn, History
-from jaxlora.serve.jobs.record import Job
+from jaxlora.serve.jobs.record import Job, is_of_job
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.registry import NotFound
 from jaxlora.serve.server import Server
@@ -55,7 +56,7 @@ _PLACES = {"slot": "resident", "host": "parked", "file": "on disk", None: "waiti
 def router(server: Server) -> APIRouter:
     """Returns the routes of the page, which record what the hub does from now on."""
     history = History(pathlib.Path(server.config.folder) / _CURVES)
-    history.follow(server.hub)
+    history.follow(server.hub, server.jobs)
     viewer = Viewer(server, history)
 
     @contextlib.asynccontextmanager
@@ -159,16 +160,19 @@ class Viewer:
         }
         live = [job for job in jobs.values() if not job.progress.is_over]
         over = [job for job in jobs.values() if job.progress.is_over][-_MOST_OVER:]
-        clients = [model for model in models.values() if model.id not in jobs]
+        clients = [model for model in models.values() if not is_of_job(model.id)]
+        places = self._server.jobs.places()
         return [
-            *(self._job(job, models.get(job.id)) for job in reversed(live)),
+            *(self._job(job, places, models.get(job.id)) for job in reversed(live)),
             *(self._model(model) for model in reversed(clients)),
-            *(self._job(job, None) for job in reversed(over)),
-            *self._unloaded({*models, *jobs}, tenant),
+            *(self._job(job, places) for job in reversed(over)),
+            *self._unloaded({*models}, tenant),
         ]
 
-    def _job(self, job: Job, model: ModelStatus | None) -> ModelRow:
-        progress, last = job.progress, self._history.curves.last(job.id)
+    def _job(
+        self, job: Job, places: Mapping[str, int], model: ModelStatus | None = None
+    ) -> ModelRow:
+        progress = job.progress
         return ModelRow(
             id=job.id,
             name=job.name,
@@ -177,12 +181,19 @@ class Viewer:
             step=progress.step,
             num_steps=job.num_steps,
             rank=job.rank,
-            loss=progress.last_loss if last is None else last.loss,
+            loss=progress.last_loss,
             held_out=progress.best_eval,
             waiting_tokens=0 if model is None else model.pending_tokens,
             waiting_datums=0 if model is None else model.pending_datums,
-            note=progress.reason,
+            note=progress.reason or self._prospect(job, places),
         )
+
+    def _prospect(self, job: Job, places: Mapping[str, int]) -> str:
+        """Says when a job begins or ends."""
+        if (place := places.get(job.id)) is not None:
+            return f"place {place} in the queue"
+        left = self._server.jobs.seconds_left(job)
+        return "" if left is None else f"{format_seconds(left)} left"
 
     def _model(self, model: ModelStatus) -> ModelRow:
         about, last = self._about(model), self._history.curves.last(model.id)
@@ -204,7 +215,8 @@ class Viewer:
         rows, curves = [], self._history.curves
         for model in reversed(curves.models()):
             owner, last = self._history.tenants.get(model), curves.last(model)
-            if model in shown or owner is None or tenant not in (None, owner):
+            is_shown = model in shown or is_of_job(model)  # which may be deleted
+            if is_shown or owner is None or tenant not in (None, owner):
                 continue
             about = self._known.get(model) or _About(name=_short(model))
             rows.append(
@@ -290,9 +302,11 @@ class Viewer:
 
     def _sample(self, drawn: Drawn) -> Sample:
         one, tokenizer = drawn.completion, self._tokenizer
+        jobs = {job.id: job.name for job in self._server.jobs.every()}
+        *_, folder, name = f"/{drawn.version}".split("/")  # of a job, that is its id
         at = time.strftime("%H:%M:%S", time.localtime(drawn.time))
         return Sample(
-            model=_short(drawn.version.rpartition("/")[2]),
+            model=jobs.get(folder) or _short(name),
             prompt=_text(tokenizer, one.prompt[-_MOST_TOKENS:]),
             text=_text(tokenizer, one.tokens[:_MOST_TOKENS]),
             note=f"{at}, {len(one.tokens)} tokens, {one.finish_reason}",

@@ -32,14 +32,22 @@ _ENTRIES = sa.Table(
     sa.Index("entries_that_expire", "kind", "expires_at"),
     sa.Index("entries_in_use", "kind", "touched_at"),
 )
+_NOTE_SECONDS = 60.0  # between two notes that an entry is in use
 _COLUMNS = ("parent", "touched_at", "expires_at", "num_bytes", "is_public")
+
+
+_IS_UNLOADED = sa.func.coalesce(_ENTRIES.c.fields["unloaded"].as_boolean(), False)
 
 
 class NotFound(JaxloraError):
     """A tenant has no such thing; whether another has it, nobody learns."""
 
 
-class Taken(JaxloraError):
+class Conflict(JaxloraError):
+    """What is there does not allow a request now; after a change it may."""
+
+
+class Taken(Conflict):
     """There is something by this id already."""
 
 
@@ -214,6 +222,15 @@ class Registry:
         """
         return self.update(tenant, kind, id, touched_at=self._clock())
 
+    def note_use(self, entry: Entry) -> None:
+        """Notes that an entry is in use, unless it was noted a moment ago.
+
+        Raises:
+            NotFound: As for `owned`.
+        """
+        if self._clock() - entry.touched_at >= _NOTE_SECONDS:
+            self.touch(entry.tenant, entry.kind, entry.id)
+
     def delete(self, tenant: str, kind: Kind, id: str) -> None:
         """Deletes an entry, and nothing in the storage.
 
@@ -246,6 +263,47 @@ class Registry:
         with self._database.reading() as connection:
             return [Entry(**row._asdict()) for row in connection.execute(found)]
 
+    def unused_models(self, seconds: float) -> Sequence[Entry]:
+        """Returns the models of all tenants that are to be unloaded.
+
+        Args:
+            seconds: Seconds without a use of the model and of its session.
+        """
+        c = _ENTRIES.c
+        found = sa.select(_ENTRIES).where(
+            c.kind == "model", self._is_unused(seconds), ~_IS_UNLOADED
+        )
+        with self._database.reading() as connection:
+            return [Entry(**row._asdict()) for row in connection.execute(found)]
+
+    def delete_unused(self, seconds: float) -> None:
+        """Deletes samplers, models and sessions of all tenants that are in no use.
+
+        Models that are not unloaded or have checkpoints stay, and so do sessions that
+        have models or samplers.
+
+        Args:
+            seconds: As for `unused_models`.
+        """
+        of_kind = lambda kind: sa.delete(_ENTRIES).where(
+            _ENTRIES.c.kind == kind, self._is_unused(seconds)
+        )
+        with self._database.writing() as connection:
+            connection.execute(of_kind("sampler"))
+            models = of_kind("model").where(_IS_UNLOADED, ~_has("checkpoint"))
+            connection.execute(models)
+            connection.execute(of_kind("session").where(~_has("model", "sampler")))
+
+    def _is_unused(self, seconds: float) -> sa.ColumnElement[bool]:
+        """Whether an entry and its parent, if it has one, were not used for so long."""
+        before, parent = self._clock() - seconds, _ENTRIES.alias()
+        is_used = sa.exists().where(
+            parent.c.kind == "session",
+            parent.c.id == _ENTRIES.c.parent,
+            parent.c.touched_at > before,
+        )
+        return sa.and_(_ENTRIES.c.touched_at <= before, ~is_used)
+
     def _of[T: sa.Select](
         self, found: T, tenant: str | None, kind: Kind, parent: str | None
     ) -> T:
@@ -257,6 +315,12 @@ class Registry:
     def _one(self, statement: Any, entry: Entry) -> Any:
         c = _ENTRIES.c
         return statement.where(c.kind == entry.kind, c.id == entry.id)
+
+
+def _has(*kinds: str) -> sa.ColumnElement[bool]:
+    """Whether entries of some kinds belong to an entry."""
+    child = _ENTRIES.alias()
+    return sa.exists().where(child.c.kind.in_(kinds), child.c.parent == _ENTRIES.c.id)
 
 
 def _owned(

@@ -198,19 +198,9 @@ class RunFiles:
 
     def _note(self, event: dict[str, Any]) -> None:
         """Takes an event, as metrics.jsonl has it."""
+        if (point := Point.of(event)) is not None:
+            self._curves.add(event["job"], point)
         match event["event"]:
-            case "step":
-                rate, norm = event["learning_rate"], event["grad_norm"]
-                point = Point(
-                    event["step"],
-                    loss=event["loss"],
-                    learning_rate=rate,
-                    grad_norm=norm,
-                )
-                self._curves.add(event["job"], point)
-            case "eval":
-                point = Point(event["step"], held_out=event["eval_loss"])
-                self._curves.add(event["job"], point)
             case "window":
                 rate = Rate(event["time"], event["tokens_per_second"], event["fill"])
                 self._rates.append(rate)

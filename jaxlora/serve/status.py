@@ -131,11 +131,15 @@ class Recent:
 
 
 class Meter:
-    """Counts what the engine does. One thread counts, and any thread may read."""
+    """Counts what the engine does. One thread counts, and any thread may read.
+
+    Attributes:
+        clock: Returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]):
         """Starts at zero; `clock` returns seconds."""
-        self._clock = clock
+        self.clock = clock
         self._recent = Recent(4)  # tokens, rows, seconds and number of microbatches
         self._last = clock()
         self.tokens = self.microbatches = self.steps = 0
@@ -143,11 +147,11 @@ class Meter:
 
     def begin(self) -> None:
         """Notes that the engine was idle, and is not any more."""
-        self._last = self._clock()
+        self._last = self.clock()
 
     def end_microbatch(self, rows: int, tokens: int) -> None:
         """Notes that a microbatch has its results."""
-        now = self._clock()
+        now = self.clock()
         self.tokens += tokens
         self.microbatches += 1
         self._recent.add(now, tokens, rows, now - self._last, 1)
@@ -157,7 +161,7 @@ class Meter:
         self, models: Iterable[ModelStatus], health: Health, reason: str | None
     ) -> HubStatus:
         """Returns the numbers of the hub, with those of its models."""
-        models, now = tuple(models), self._clock()
+        models, now = tuple(models), self.clock()
         tokens, rows, seconds, number = self._recent.sums(now)
         return HubStatus(
             health=health,

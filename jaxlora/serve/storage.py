@@ -100,6 +100,17 @@ class Storage:
         """
         return self._place.fetch(_checked(key))
 
+    def has(self, key: str) -> bool:
+        """Whether anything is there by a key.
+
+        Raises:
+            JaxloraError: As for `fetch`, but for `NotStored`.
+        """
+        try:
+            return bool(self.files(key))
+        except NotStored:
+            return False
+
     def files(self, key: str) -> dict[str, int]:
         """Returns the bytes of each file, by its path below a key.
 
@@ -268,13 +279,13 @@ class _Folder:
         for folder in inside:
             if folder.is_dir():
                 sync_folder(folder)
-        make_folder(path.parent)
         # One process uses the folder, so nothing else can take the name meanwhile.
         with self._lock:
             if os.path.lexists(path):
                 raise _taken(key)
+            make_folder(path.parent)
             place.rename(path)
-        sync_folder(path.parent)
+            sync_folder(path.parent)
 
     def fetch(self, key: str) -> pathlib.Path:
         path = self._root / key
@@ -312,10 +323,18 @@ class _Folder:
         place = self._temporary()
         with _folder_errors(key):
             place.parent.mkdir(parents=True)
-            with contextlib.suppress(FileNotFoundError):  # another thread was first
-                path.rename(place)
-            sync_folder(path.parent)
+            with self._lock, contextlib.suppress(FileNotFoundError):
+                path.rename(place)  # unless another thread was first
+                sync_folder(path.parent)
+                self._remove_empty(path.parent)
         shutil.rmtree(place.parent, ignore_errors=True)
+
+    def _remove_empty(self, folder: pathlib.Path) -> None:
+        """Removes a folder and those that it is in, as far as they are empty."""
+        with contextlib.suppress(OSError):  # it has something
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
 
     def clean(self) -> None:
         for place in (self._root / _WRITING).glob("*"):

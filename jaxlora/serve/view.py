@@ -45,6 +45,21 @@ class Point(NamedTuple):
     learning_rate: float | None = None
     grad_norm: float | None = None
 
+    @staticmethod
+    def of(event: Mapping[str, Any]) -> "Point | None":
+        """Returns the point of an event, as metrics.jsonl has it; None: it has none."""
+        match event["event"]:
+            case "step":
+                return Point(
+                    event["step"],
+                    loss=event["loss"],
+                    learning_rate=event["learning_rate"],
+                    grad_norm=event["grad_norm"],
+                )
+            case "eval":
+                return Point(event["step"], held_out=event["eval_loss"])
+        return None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Health:

@@ -237,6 +237,7 @@ class Engine:
         adapters: The open adapters, by name.
         base: The base, which has forward passes only.
         queue: Decides which datums run next.
+        on_begin: Called with each piece of work before it is given to the device.
         on_queued: Called with each piece of work that was given to the device.
         on_settled: Called with each piece of work whose results are on the host.
     """
@@ -310,6 +311,7 @@ class Engine:
             "slots_of": slots_of,
         }
         self.lock = threading.RLock()
+        self.on_begin: Callable[[Piece], None] = lambda piece: None
         self.on_queued: Callable[[Piece], None] = lambda piece: None
         self.on_settled: Callable[[Piece], None] = lambda piece: None
         self._in_flight: deque[_InFlight] = deque()
@@ -714,6 +716,7 @@ class Engine:
             is_training=places[0][1].is_training,
             parts=tuple((call, number) for _, call, number in places),
         )
+        self.on_begin(self._beginning)
         before = self.table.state
         try:
             for _, call, number in places:
@@ -760,6 +763,7 @@ class Engine:
         inputs = _optimizer_inputs(call.params, one.num_steps)
         before, num_steps = table.state, one.num_steps
         self._beginning = Piece(rows=0, is_training=True, parts=((call, 0),))
+        self.on_begin(self._beginning)
         try:
             given = before, slot, inputs, table.settings["rank"]
             table.state, result = self._programs.step(*given)
@@ -841,7 +845,7 @@ def _optimizer_inputs(params: AdamParams, num_steps: int) -> OptimizerInputs:
         step_mask=row(True, np.bool_),
         count=row(num_steps, np.int32),
         learning_rate=row(params.learning_rate),
-        rate_ratio=rate_ratios(lambda of_job: row(1.0)),
+        rate_ratio=rate_ratios(lambda of_step: row(of_step(params))),
         weight_decay=row(params.weight_decay),
         settings={ADAMW.name: {"b1": row(b1), "b2": row(b2), "eps": row(params.eps)}},
         optimizer=row(0, np.int32),

@@ -62,6 +62,14 @@ class WholeState:
     parked: ParkedSlot
     gradients: Gradients | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Its memory on the host."""
+        kinds = [*self.parked.by_kind().values()]
+        if self.gradients is not None:
+            kinds.append(self.gradients.tensors)
+        return sum(array.nbytes for kind in kinds for array in kind.values())
+
 
 @dataclasses.dataclass(slots=True)
 class _Rows:
@@ -132,6 +140,10 @@ class _File:
         self.path.unlink(missing_ok=True)
 
 
+# The state of an adapter that is in no slot; an `Adapter` has taken no step.
+_Away = Adapter | WholeState | _Rows | _File | None
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Resident:
     """An adapter, wherever it is.
@@ -142,7 +154,7 @@ class Resident:
         slot: Its slot; None: it is in none.
         has_gradients: Whether there are gradients since its last optimizer step.
         came: When it came into its slot, in the units of `Residence.bring`.
-        away: Its state while it is in no slot; an adapter has taken no step.
+        away: Its state while it is in no slot.
     """
 
     like: Adapter
@@ -150,9 +162,7 @@ class Resident:
     slot: int | None = None
     has_gradients: bool = False
     came: int = 0
-    away: "Adapter | WholeState | _Rows | _File | None" = dataclasses.field(
-        default=None, init=False, repr=False
-    )
+    away: _Away = dataclasses.field(default=None, init=False, repr=False)
 
     @property
     def place(self) -> Place:
@@ -213,7 +223,7 @@ class Residence:
         self._most_of, self._free = most_of, deque(range(num_slots))
         # The least recently used are first.
         self._here: dict[Resident, None] = {}
-        self._parked: dict[Resident, None] = {}
+        self._parked: dict[Resident, int] = {}  # bytes of the host's memory
         self._leaving: deque[_Rows] = deque()
         self._writer: ThreadPoolExecutor | None = None
         self.num_moves = 0
@@ -229,7 +239,8 @@ class Residence:
         if self._free and not self._is_full(one.tenant):
             self._enter(one)
         else:
-            self._parked[one] = None
+            self._parked[one] = _host_bytes(state)
+            self._make_room()
 
     def bring(
         self, some: Sequence[Resident], busy: Collection[Resident], now: int
@@ -360,7 +371,7 @@ class Residence:
         slot, rows = one.slot, self._lift(one)
         one.away, one.slot = rows, None
         del self._here[one]
-        self._parked[one] = None
+        self._parked[one] = rows.num_bytes
         self._table.forget(slot)
         self._free.append(slot)
         self.num_moves += 1
@@ -418,17 +429,33 @@ class Residence:
 
     def _make_room(self) -> None:
         """Moves adapters that were used least recently to where there is more room."""
-        here = [(o, o.away) for o in self._parked if isinstance(o.away, _Rows)]
-        pinned = sum(rows.num_bytes for _, rows in here if rows.is_pinned)
-        used = sum(rows.num_bytes for _, rows in here)
-        for one, rows in here:
-            if self._bound is not None and used > self._bound:
-                used -= rows.num_bytes
-                pinned -= rows.num_bytes * rows.is_pinned
-                one.away = self._write(rows)
-            elif rows.is_pinned and pinned > self._most_pinned:
-                pinned -= rows.num_bytes
-                rows.unpin()
+        rows = {o: o.away for o in self._parked if isinstance(o.away, _Rows)}
+        pinned = sum(self._parked[one] for one, own in rows.items() if own.is_pinned)
+        used = sum(self._parked.values())
+        for one, size in self._parked.items():
+            is_pinned = one in rows and rows[one].is_pinned
+            if self._bound is not None and used > self._bound and size:
+                used -= size
+                pinned -= size * is_pinned
+                one.away, self._parked[one] = self._write(self._as_rows(one.away)), 0
+            elif is_pinned and pinned > self._most_pinned:
+                pinned -= size
+                rows[one].unpin()
+
+    def _as_rows(self, away: _Away) -> _Rows:
+        """Returns a state in the host's memory as the rows of a slot."""
+        if isinstance(away, Adapter):
+            away = WholeState(parked=_fresh(away))
+        if isinstance(away, WholeState):
+            kinds, gradients, finite = away.parked.by_kind(), away.gradients, None
+            kinds = {kind: kinds.get(kind, {}) for kind in self._table.kept}
+            if gradients is not None:
+                kinds[PENDING] = gradients.tensors
+                finite = np.asarray(gradients.is_finite)
+            flat = {kind: self._table.flat(own) for kind, own in kinds.items()}
+            return _Rows(flat, finite)
+        assert isinstance(away, _Rows)
+        return away
 
     def _write(self, rows: _Rows) -> _File:
         """Begins to write rows into a file."""
@@ -445,6 +472,13 @@ class Residence:
 def _pinned(rows: jax.Array) -> Sharding:
     """Returns the memory of the host that the device of an array uses by itself."""
     return rows.sharding.with_memory_kind("pinned_host")
+
+
+def _host_bytes(state: Adapter | WholeState) -> int:
+    """Returns the memory of a state on the host."""
+    if isinstance(state, Adapter):
+        return sum(array.nbytes for array in state.by_path().values())
+    return state.num_bytes
 
 
 def _fresh(adapter: Adapter) -> ParkedSlot:

@@ -353,6 +353,7 @@ class Session:
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-12,
+        lora_plus_ratio: float = 1.0,
         weight_decay: float = 0.0,
         grad_clip_norm: float = 0.0,
     ) -> Pending[StepResult]:
@@ -366,6 +367,7 @@ class Session:
             learning_rate: Learning rate.
             betas: Decays of the first and the second moment.
             eps: Added to the root of the second moment.
+            lora_plus_ratio: Learning rate of B over that of A (LoRA+).
             weight_decay: Decoupled weight decay.
             grad_clip_norm: Clips the gradient to this norm; 0: never.
 
@@ -376,6 +378,7 @@ class Session:
             learning_rate=learning_rate,
             betas=betas,
             eps=eps,
+            lora_plus_ratio=lora_plus_ratio,
             weight_decay=weight_decay,
             grad_clip_norm=grad_clip_norm,
         )

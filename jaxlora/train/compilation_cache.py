@@ -20,12 +20,15 @@ logger = logging.getLogger(__name__)
 SWITCH = "JAXLORA_KEEP_PROGRAMS"  # 0 keeps no whole programs
 
 
-def keep_compiled_programs() -> None:
+def keep_compiled_programs(*, will_compile: bool = True) -> None:
     """Enables both caches, unless JAX's settings configure or disable them.
 
     `jax_compilation_cache_dir` (JAX_COMPILATION_CACHE_DIR) names another folder;
     `jax_enable_compilation_cache` (JAX_ENABLE_COMPILATION_CACHE=0) disables both
     caches, and JAXLORA_KEEP_PROGRAMS=0 that of whole programs.
+
+    Args:
+        will_compile: Whether this process compiles programs; see `keep_programs`.
     """
     keep_programs(None)
     chosen = jax.config.jax_compilation_cache_dir
@@ -33,7 +36,8 @@ def keep_compiled_programs() -> None:
         return
     if chosen is not None and chosen != _OWN.get("xla"):
         if "://" not in chosen:
-            _keep_whole(pathlib.Path(chosen) / "jaxlora-programs")
+            folder = pathlib.Path(chosen) / "jaxlora-programs"
+            _keep_whole(folder, will_compile=will_compile)
         return
     try:
         home = cache_home()
@@ -41,13 +45,13 @@ def keep_compiled_programs() -> None:
         logger.info("compiled programs are not kept: there is no home folder")
         return
     if chosen is not None or _keep_in_xlas(home / "xla"):
-        _keep_whole(home / "programs")
+        _keep_whole(home / "programs", will_compile=will_compile)
 
 
 _OWN: dict[str, str] = {}  # the folder that this module has chosen for JAX's cache
 
 
-def _keep_whole(folder: pathlib.Path) -> None:
+def _keep_whole(folder: pathlib.Path, *, will_compile: bool) -> None:
     if os.environ.get(SWITCH) == "0":
         return
     try:
@@ -61,7 +65,7 @@ def _keep_whole(folder: pathlib.Path) -> None:
             error.strerror,
         )
         return
-    keep_programs(KeptPrograms(folder=folder))
+    keep_programs(KeptPrograms(folder=folder), will_compile=will_compile)
 
 
 def _keep_in_xlas(folder: pathlib.Path) -> bool:

@@ -7,6 +7,7 @@ others go on: the microbatches are then planned anew from the next one on.
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ from jaxlora.train.saved.read_checkpoint import newest_checkpoint
 logger = logging.getLogger(__name__)
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
+_ROUNDS = 50  # between checkpoints that do not go by the clock
+_NEAR = 0.5  # share of the way to a checkpoint after which memory is reserved for it
 
 
 def train_run(
@@ -131,6 +134,7 @@ class Loop:
         self._has_stepped = False  # in this round
         self._stepped: list[JobState] = []  # jobs that are between two batches
         self._window = Window(self._life.clock())
+        self._saved_at = time.monotonic()  # the last checkpoint, or the start
 
     def train(self, saved: SavedStream | None) -> bool:
         """Trains to the end; returns whether a signal or a failure has ended it.
@@ -264,8 +268,8 @@ class Loop:
         run.round += 1
         self._has_stepped = run.has_events = False
         # A checkpoint that is due now gets its memory itself.
-        reserves = run.plan.config.checkpoint_every and not self._checkpoint_is_due
-        run.store.prepare(run.slots if reserves else None)
+        is_near = _NEAR <= self._due_share < 1.0
+        run.store.prepare(run.slots if is_near else None)
         self._due = self._in_round()
         self._window.num_rounds += 1
         is_last = run.round % run.plan.config.window_steps == 0
@@ -284,10 +288,24 @@ class Loop:
     # ---- checkpoints ---------------------------------------------------------------
 
     @property
+    def _due_share(self) -> float:
+        """How near the next checkpoint is: 0 after one, and 1 when another is due."""
+        config, latest = self._run.plan.config, self._run.store.latest
+        every = config.checkpoint_every
+        if every == "auto":
+            # A pipeline lets no job start while it copies its slots, so its bits would
+            # depend on the clock; and processes must agree on the round.
+            if config.mesh_sizes.stage == 1 and processes.count() == 1:
+                return (time.monotonic() - self._saved_at) / config.checkpoint_seconds
+            every = _ROUNDS
+        if every is None:
+            return 0.0
+        return self._run.round / every - (latest or 0) // every
+
+    @property
     def _checkpoint_is_due(self) -> bool:
-        """Whether the rounds since the last checkpoint ask for another one."""
-        every, latest = self._run.plan.config.checkpoint_every, self._run.store.latest
-        return bool(every) and self._run.round // every > (latest or 0) // every
+        """Whether the time or the rounds since the last checkpoint ask for another."""
+        return self._due_share >= 1.0
 
     def _snapshot(self) -> ReadSlot | None:
         """Copies the states of all slots, each after the steps reported so far.
@@ -305,6 +323,7 @@ class Loop:
         here = [job.slot for job in self._stepped if job.has_slot]
         with self._run.watch.on("checkpoints"):
             self._run.save(self._ticks.saved(self._life.describe(), here), read_slot)
+        self._saved_at = time.monotonic()
 
     # ---- requests, signals and suggestions -----------------------------------------
 

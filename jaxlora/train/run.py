@@ -369,7 +369,7 @@ class Run:
             read_slot: Reads the states of slots as they are now.
         """
         store, jobs, control = self.store, self.jobs, self.control
-        if store.is_saving:  # the disk is slower than `checkpoint_every`
+        if store.is_saving:  # the disk is slower than they come
             logger.warning("round %d: waiting for the checkpoint before", self.round)
             self.send_written(waits=True)
         begun = [job for job in jobs if job.has_begun]

@@ -130,7 +130,14 @@ def _start(kernel: _Kernel) -> Future:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     name = "jaxlora-pool-mosaic"  # see jaxlora.common.background
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=name)
+    return ThreadPoolExecutor(_num_cores(), thread_name_prefix=name)
+
+
+def _num_cores() -> int:
+    """Returns the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def prepare_to_load() -> None:
@@ -382,9 +389,7 @@ _turns = itertools.count()
 
 
 def _num_workers() -> int:
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = _num_cores()
     return 0 if cores < _MIN_CORES else min(_MAX_WORKERS, cores - 1)
 
 

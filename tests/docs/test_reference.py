@@ -16,6 +16,7 @@ from jaxlora.config.serve_config import (
     Retention,
     ServeConfig,
     ServerSession,
+    Snapshots,
 )
 from jaxlora.config.session_config import SamplingConfig
 from jaxlora.config.space import Space
@@ -85,6 +86,7 @@ def check_defaults(model: type[pydantic.BaseModel], table: dict[str, str]) -> No
         (Quota, "Quotas"),
         (RequestLimits, "Limits of a request"),
         (Retention, "Retention"),
+        (Snapshots, "Snapshots"),
     ],
 )
 def test_defaults_of_a_server(model: type[pydantic.BaseModel], section: str):

@@ -426,6 +426,13 @@ def test_pace_of_jobs(settings, pace):
     assert run(*jobs, **settings).settled_pace == pace
 
 
+def test_checkpoints_go_by_the_clock_or_by_rounds():
+    message = "checkpoint_seconds=30.0 is for checkpoint_every: auto, and it is 7"
+    with pytest.raises(ConfigError, match=message):
+        run(checkpoint_every=7, checkpoint_seconds=30)
+    assert run(checkpoint_seconds=30).checkpoint_every == "auto"
+
+
 def test_other_packers_have_no_pace():
     with pytest.raises(ConfigError, match=r"packer lorafusion takes as many.*joint"):
         run(packer="lorafusion", pace="equal")

@@ -12,8 +12,8 @@ from jaxlora.costs.gpus import parse_machine
 from jaxlora.errors import ConfigError
 from jaxlora.forecast import plan_run, plan_run_groups
 from jaxlora.forecast.forecast import foretell
+from jaxlora.forecast.group_plans import group_plans
 from jaxlora.forecast.sweep_groups import draw_groups, plan_groups, print_groups
-from jaxlora.forecast.sweep_process import group_plans
 from jaxlora.pallas_kernels.device import planned_for
 from jaxlora.plan.job.prepare_run import prepare_run
 from jaxlora.plan.mesh.machine import this_machine

@@ -12,12 +12,10 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlora.modules.rowwise import swiglu_gradient_rows, swiglu_rows
 from jaxlora.pallas_kernels import (
     DoraGain,
     Dropout,
     Fp8Weight,
-    Gate,
     GivenMask,
     Int8Weight,
     Mxfp4Weight,
@@ -25,7 +23,6 @@ from jaxlora.pallas_kernels import (
     Projection,
     combine_rows,
     dropout_keys,
-    expert_gate,
     expert_input,
     expert_linears,
     expert_output,
@@ -508,48 +505,6 @@ def test_rows_of_another_plan_are_refused():
     problem = experts((0, 1), features=(64, (48,)))
     with pytest.raises(ValueError, match=f"wanted the {problem.plan().num_rows} of"):
         expert_linears(problem.x, problem.projections, problem.plan())
-
-
-def test_a_gate_computes_s_of_the_linear_behind_it():
-    """The blocks of padding in the rows of h hold anything, and change nothing.
-
-    Only the linear behind it has dropout.
-    """
-    sizes = {"num_experts": 3, "k": 1, "rates": RATES, "dtype": jnp.bfloat16}
-    problem = experts((0, 1, -1), features=(128, (128, 128, 128)), **sizes)
-    (*shared, last), plan = problem.projections, problem.plan()
-    shared = [dataclasses.replace(p, dropout=None) for p in shared]
-    gate = Gate(swiglu_rows, swiglu_gradient_rows)
-
-    def fused(x, tables):
-        *up, down = _with_tables((*shared, last), tables)
-        rows, kernels = gather_rows(x, plan), {"implementation": "mosaic"}
-        h, (s,) = expert_gate(rows, up, gate, [down], plan, **kernels)
-        return expert_output(h, down, problem.weights, plan, s=s, **kernels)
-
-    def plain(x, tables):
-        *up, down = _with_tables((*shared, last), tables)
-        outputs = expert_linears(gather_rows(x, plan), up, plan)
-        a, b = (y.astype(jnp.float32) for y in outputs)
-        h = (jax.nn.silu(a) * b).astype(x.dtype)
-        return expert_output(h, down, problem.weights, plan)
-
-    tables = [(p.a, p.b) for p in problem.projections]
-
-    def run(function):
-        y, back = jax.vjp(function, problem.x, tables)
-        return y, back(problem.dy[0])
-
-    wanted = jax.jit(lambda: run(plain))()
-    with mosaic_kernels():
-        got = jax.jit(lambda: run(fused))()
-    for one, other in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        assert relative_error(one, other) < 1e-2
-
-
-def _with_tables(projections, tables):
-    pairs = zip(projections, tables, strict=True)
-    return [dataclasses.replace(p, a=a, b=b) for p, (a, b) in pairs]
 
 
 def test_devices_of_a_mesh_route_their_own_tokens():

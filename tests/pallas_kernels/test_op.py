@@ -30,33 +30,44 @@ RATES = (0.0, 0.5, 0.1, 0.2)
 def problem(dtype=jnp.float32):
     draws = Draws(0)
     t = BLOCK * len(BLOCK_ADAPTER)
-    live = jnp.arange(R) < jnp.array(RANKS)[:, None]  # G R
-    return {
-        "x": draws.normal(t, K, dtype=dtype),
-        "w": draws.normal(K, N, dtype=dtype) * K**-0.5,
-        "a": draws.normal(G, K, R) * live[:, None, :],
-        "b": draws.normal(G, R, N) * live[:, :, None],
-        "scaling": jnp.array([2.0, 0.5, 1.0, 3.0]),
-        "block_adapter": jnp.array(BLOCK_ADAPTER),
-        "bias": draws.normal(N, dtype=dtype),
+    live = np.arange(R) < np.array(RANKS)[:, None]  # G R
+    drawn = lambda *shape: np.asarray(draws.normal(*shape))
+    arrays = {
+        "x": drawn(t, K).astype(dtype),
+        "w": (drawn(K, N) * K**-0.5).astype(dtype),
+        "a": drawn(G, K, R) * live[:, None, :],
+        "b": drawn(G, R, N) * live[:, :, None],
+        "scaling": np.array([2.0, 0.5, 1.0, 3.0], np.float32),
+        "block_adapter": BLOCK_ADAPTER,
+        "bias": drawn(N).astype(dtype),
     }
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+keys_of = jax.jit(dropout_keys, static_argnames=("layer", "projection"))
 
 
 def dropout(step=3):
     t = BLOCK * len(BLOCK_ADAPTER)
-    keys = dropout_keys(jnp.arange(G), jnp.full(G, step), layer=1, projection=2)
-    return Dropout(keys, jnp.array(RATES), jnp.arange(t) * 7 % t)
+    keys = keys_of(np.arange(G), np.full(G, step), layer=1, projection=2)
+    return Dropout(keys, jnp.array(RATES), jnp.asarray(np.arange(t) * 7 % t))
+
+
+def run(op, p, **options):
+    """Runs an op by one program; the definition reads the slots when it is traced."""
+    slots = {"block_adapter": p["block_adapter"]}
+    return jax.jit(lambda p: op(**p | slots, **options))(p)
 
 
 @pytest.mark.parametrize("mask", [None, dropout()], ids=["plain", "dropout"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_matches_the_definition(dtype, mask):
     p = problem(dtype)
-    exact = multi_lora_linear_reference(**p, dropout=mask)
+    exact = run(multi_lora_linear_reference, p, dropout=mask)
     low = {k: v.astype(dtype) if k in "xwab" else v for k, v in p.items()}
     with jax.numpy_dtype_promotion("standard"):
-        plain = multi_lora_linear_reference(**low, dropout=mask).astype(dtype)
-    actual = multi_lora_linear(**p, dropout=mask)
+        plain = run(multi_lora_linear_reference, low, dropout=mask).astype(dtype)
+    actual = run(multi_lora_linear, p, dropout=mask)
     assert_as_accurate_as(actual=actual, baseline=plain, exact=exact)
 
 
@@ -86,8 +97,8 @@ def test_the_base_is_frozen():
     def total(w, bias):
         return multi_lora_linear(**(p | {"w": w, "bias": bias})).sum()
 
-    for gradient in jax.grad(total, argnums=(0, 1))(p["w"], p["bias"]):
-        assert not gradient.any()
+    for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(p["w"], p["bias"]):
+        assert not np.asarray(gradient).any()
 
 
 def test_zero_b_is_the_base_layer_to_the_bit():
@@ -95,20 +106,23 @@ def test_zero_b_is_the_base_layer_to_the_bit():
     p["b"] = jnp.zeros_like(p["b"])
     wanted = jnp.matmul(p["x"], p["w"]) + p["bias"]
     wanted = jnp.where(np.repeat(BLOCK_ADAPTER >= 0, BLOCK)[:, None], wanted, 0)
-    actual = multi_lora_linear(**p, dropout=dropout())
+    actual = run(multi_lora_linear, p, dropout=dropout())
     np.testing.assert_array_equal(actual, wanted)
 
 
 def test_storage_of_the_base_changes_nothing():
     p = problem()
-    wanted = multi_lora_linear(**p)
-    stack = jnp.stack([jnp.full_like(p["w"], jnp.nan), p["w"]])
+    wanted = run(multi_lora_linear, p)
+    w = np.asarray(p["w"])
+    stack = np.stack([np.full_like(w, np.nan), w])
     for other in (
-        {"w": p["w"].T, "w_transposed": True},
+        {"w": w.T, "w_transposed": True},
         {"w": stack, "layer": 1},
         {"w": stack.transpose(0, 2, 1), "w_transposed": True, "layer": jnp.int32(1)},
     ):
-        assert relative_error(multi_lora_linear(**p | other), wanted) < 1e-6
+        options = {k: v for k, v in other.items() if k != "w"}
+        found = run(multi_lora_linear, p | {"w": jnp.asarray(other["w"])}, **options)
+        assert relative_error(found, wanted) < 1e-6
 
 
 def test_renaming_adapters_changes_no_bit():
@@ -116,33 +130,31 @@ def test_renaming_adapters_changes_no_bit():
     order = np.array([3, 1, 0, 2])  # new slot i holds old adapter order[i]
     place = np.argsort(order)
     renamed = p | {k: p[k][order] for k in ("a", "b", "scaling")}
-    renamed["block_adapter"] = jnp.where(
-        p["block_adapter"] >= 0, place[np.maximum(BLOCK_ADAPTER, 0)], -1
-    )
-    np.testing.assert_array_equal(multi_lora_linear(**renamed), multi_lora_linear(**p))
+    blocks = np.where(BLOCK_ADAPTER >= 0, place[np.maximum(BLOCK_ADAPTER, 0)], -1)
+    renamed["block_adapter"] = jnp.asarray(blocks, jnp.int32)
+    both = (run(multi_lora_linear, one) for one in (renamed, p))
+    np.testing.assert_array_equal(*both)
+
+
+@jax.jit
+def both_ways(p, a, b, x, dy):
+    run = lambda a, b, x: multi_lora_linear(**(p | {"a": a, "b": b, "x": x}))
+    y, vjp = jax.vjp(run, a, b, x)
+    return y, *vjp(dy)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("slot", range(G))
 def test_a_diverged_adapter_touches_no_other_row(slot, bad):
     """This includes padding rows, which compute with slot 0 and discard the result."""
-    p = problem()
-
-    def run(a, b, x):
-        return multi_lora_linear(**(p | {"a": a, "b": b, "x": x}), dropout=dropout())
-
-    @jax.jit
-    def both_ways(a, b, x, dy):
-        y, vjp = jax.vjp(run, a, b, x)
-        return y, *vjp(dy)
-
+    p = problem() | {"dropout": dropout()}
     others = np.repeat(slot != BLOCK_ADAPTER, BLOCK)
     dy = np.asarray(normal(4, (len(others), N)))
     sick_a = np.array(p["a"])
     sick_a[slot] = bad
     dy_sick = np.where(others[:, None], dy, np.float32(bad))
-    clean, da, db, dx = map(np.asarray, both_ways(p["a"], p["b"], p["x"], dy))
-    found = both_ways(sick_a, p["b"], p["x"], dy_sick)
+    clean, da, db, dx = map(np.asarray, both_ways(p, p["a"], p["b"], p["x"], dy))
+    found = both_ways(p, sick_a, p["b"], p["x"], dy_sick)
     sick, da_sick, db_sick, dx_sick = map(np.asarray, found)
     np.testing.assert_array_equal(sick[others], clean[others])
     rest = np.arange(G) != slot
@@ -151,12 +163,13 @@ def test_a_diverged_adapter_touches_no_other_row(slot, bad):
     np.testing.assert_array_equal(dx_sick[others], dx[others])
 
 
+masks_of = jax.jit(keep_mask, static_argnums=3)
+
+
 def mask_of(*, seed=0, step=0, layer=0, projection=0, rate=0.3, tokens=None):
     tokens = np.arange(512) if tokens is None else tokens
-    key = dropout_keys(jnp.array([seed]), jnp.array([step]), layer, projection)
-    return np.asarray(
-        keep_mask(key, jnp.array([rate]), jnp.array(tokens)[None], 256)[0]
-    )
+    key = keys_of(np.array([seed]), np.array([step]), layer, projection)
+    return np.asarray(masks_of(key, np.array([rate], np.float32), tokens[None], 256))[0]
 
 
 def is_kept(seed, step, linear, token, feature, rate) -> bool:
@@ -253,31 +266,41 @@ def test_invalid_arguments_are_refused(change, message):
         multi_lora_linear(**(problem() | change))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def settings_of(num_slots):
+    ones = jnp.ones((2, num_slots))
+    return kernel_settings(ones, ones.astype(jnp.int32), None)
+
+
 @pytest.mark.parametrize("num_slots", [G - 1, G + 1])
 def test_settings_for_other_slots_are_refused(num_slots):
     p = problem()
     x, blocks = p.pop("x"), p.pop("block_adapter")
-    ones = jnp.ones((2, num_slots))
-    (settings, _) = kernel_settings(ones, ones.astype(jnp.int32), None)
+    (settings, _) = settings_of(num_slots)
     message = rf"'factor': \(2, {num_slots}\).* wanted \(P, 4\).* kernel_settings"
     with pytest.raises(ValueError, match=message):
         multi_lora_linears(x, [Projection(**p, settings=settings)], blocks)
-    (settings, _) = kernel_settings(jnp.ones((2, G)), jnp.ones((2, G), jnp.int32), None)
-    multi_lora_linears(x, [Projection(**p, settings=settings)], blocks)
+    (settings, _) = settings_of(G)
+    run = lambda x: multi_lora_linears(x, [Projection(**p, settings=settings)], blocks)
+    jax.eval_shape(run, x)
 
 
 def test_words_give_the_masks_of_keys_for_any_number_of_rows():
     """Words are in tiles of 64 rows; here are five blocks of 16, one of padding."""
-    slot, rate = jnp.array([2, 0, -1, 1, 2]), jnp.array([0.1, 0.5, 0.3])
-    index = jnp.asarray(np.random.default_rng(0).permutation(80), jnp.int32)
-    seed, step = jnp.array([3, 4, 5]), jnp.array([0, 7, 1])
+    slot, rate = np.array([2, 0, -1, 1, 2]), np.array([0.1, 0.5, 0.3], np.float32)
+    index = np.random.default_rng(0).permutation(80).astype(np.int32)
+    seed, step = np.array([3, 4, 5]), np.array([0, 7, 1])
     places = np.array([[0], [5]]), np.array([[1], [2]])
-    keys = dropout_keys(seed, step, *places)
-    for words, layer, projection in zip(
-        mask_words(keys, slot, index, 40), (0, 5), (1, 2), strict=True
-    ):
-        key = dropout_keys(seed, step, layer, projection)
-        some = jnp.maximum(slot, 0), (80, 40)
-        found = Dropout(None, rate, index, words).keep(*some)
-        np.testing.assert_array_equal(found, Dropout(key, rate, index).keep(*some))
-        assert 0 < found.sum() < found.size
+
+    @jax.jit
+    def both_ways(slot, rate, index, seed, step):
+        words = mask_words(dropout_keys(seed, step, *places), slot, index, 40)
+        keys = [dropout_keys(seed, step, *place) for place in ((0, 1), (5, 2))]
+        by_words = [Dropout(None, rate, index, one) for one in words]
+        by_keys = [Dropout(key, rate, index) for key in keys]
+        blocks = jnp.maximum(slot, 0)
+        return [[x.keep(blocks, (80, 40)) for x in one] for one in (by_words, by_keys)]
+
+    for found, wanted in zip(*both_ways(slot, rate, index, seed, step), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+        assert 0 < np.sum(found) < found.size

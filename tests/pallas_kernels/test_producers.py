@@ -72,27 +72,52 @@ class Problem:
     """A case with random arguments."""
 
     def __init__(self, name, dtype=jnp.bfloat16):
-        self.function, *numbers, self.sides, kind, k, rank = CASES[name]
+        self.function, *numbers, self.sides, self.kind, k, self.rank = CASES[name]
         num_tiles, num_rows, num_features = numbers
         draws = Draws(0)
         normal = lambda *shape: draws.normal(*shape, dtype=dtype)
         self.tiles = [2 * normal(ROWS, k) for _ in range(num_tiles)]
-        self.rows = [jnp.exp(draws.normal(ROWS))] * num_rows
+        self.rows = [jnp.asarray(np.exp(draws.normal(ROWS)))] * num_rows
         self.features = [1 + normal(k) / 8] * num_features
-        self.a = [normal(NUM_SLOTS, rank, k) for _ in self.sides]
-        row = jnp.full((len(self.sides), NUM_SLOTS), rank)
+        self.a = [normal(NUM_SLOTS, self.rank, k) for _ in self.sides]
+        self.masks = masks_of(self.kind, len(self.sides), k)
+
+    def settings_and_blocks(self):
+        """Returns the settings of each side, and the slots of the blocks."""
+        row = jnp.full((len(self.sides), NUM_SLOTS), self.rank)
         rate = jnp.broadcast_to(jnp.array([0.0, 0.5, 0.2]), row.shape)
-        given = jnp.full(row.shape, 1.5), row, rate if kind else None
-        self.settings = kernel_settings(*given)
-        self.masks = masks_of(kind, len(self.sides), k)
-        self.blocks = make_blocks(jnp.asarray(SLOTS), NUM_SLOTS, ROWS)
+        given = jnp.full(row.shape, 1.5), row, rate if self.kind else None
+        blocks = make_blocks(jnp.asarray(SLOTS), NUM_SLOTS, ROWS)
+        return kernel_settings(*given), blocks
 
     def run(self):
         """Returns the results and s."""
-        given = zip(self.sides, self.a, self.settings, strict=True)
-        sides = [Side(result=i, a=a, settings=own) for i, a, own in given]
-        arguments = RowArguments(self.tiles, self.rows, self.features)
-        return produce(self.function, arguments, sides, self.blocks, self.masks)
+
+        @jax.jit
+        def run(tiles, rows, features, a, masks):
+            settings, blocks = self.settings_and_blocks()
+            given = zip(self.sides, a, settings, strict=True)
+            sides = [Side(result=i, a=a, settings=own) for i, a, own in given]
+            arguments = RowArguments(tiles, rows, features)
+            return produce(self.function, arguments, sides, blocks, masks)
+
+        made = run(self.tiles, self.rows, self.features, self.a, self.masks)
+        return jax.tree.map(np.asarray, made)
+
+    def shrunk(self, results):
+        """Returns s of each side, made of the results."""
+
+        @jax.jit
+        def run(results, a, masks):
+            settings, blocks = self.settings_and_blocks()
+            found = []
+            for p, result in enumerate(self.sides):
+                own = slice(p, p + 1)
+                given = a[own], settings[own], blocks, masks[own]
+                found += shrink(results[result], *given)
+            return found
+
+        return map(np.asarray, run(results, self.a, self.masks))
 
     def plain(self, dtype):
         """Returns the results in plain JAX in a dtype."""
@@ -108,15 +133,7 @@ def test_results_are_those_of_the_function_and_s_that_of_shrink(name):
     each = problem.plain(jnp.bfloat16), problem.plain(jnp.float32)
     for got, plain, exact in zip(results, *each, strict=True):
         assert_as_accurate_as(actual=got, baseline=plain, exact=exact)
-    for p, (result, got) in enumerate(zip(problem.sides, s, strict=True)):
-        own = slice(p, p + 1)
-        (want,) = shrink(
-            results[result],
-            problem.a[own],
-            problem.settings[own],
-            problem.blocks,
-            problem.masks[own],
-        )
+    for got, want in zip(s, problem.shrunk(results), strict=True):
         np.testing.assert_array_equal(got[LIVE], want[LIVE])
 
 

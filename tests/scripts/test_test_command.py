@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-TOOLS = ("pip", "ruff", "pyrefly", "python")
+TOOLS = ("uv", "ruff", "pyrefly", "python")
 
 
 def run_tests(folder: pathlib.Path, failing: str = "") -> tuple[int, str]:
@@ -29,7 +29,7 @@ def run_tests(folder: pathlib.Path, failing: str = "") -> tuple[int, str]:
 def test_all_pass(tmp_path):
     assert run_tests(tmp_path) == (
         0,
-        "pip install\nruff check\nruff format\npyrefly check\npython -m\n",
+        "uv pip\nruff check\nruff format\npyrefly check\npython -m\n",
     )
 
 
@@ -42,5 +42,5 @@ def test_each_decides_the_status_and_the_tests_run(failing, tmp_path):
 
 
 def test_nothing_runs_without_an_environment(tmp_path):
-    status, output = run_tests(tmp_path, "pip")
-    assert (status, output) == (1, "pip install\n")
+    status, output = run_tests(tmp_path, "uv")
+    assert (status, output) == (1, "uv pip\n")

@@ -7,7 +7,7 @@ PEFT folders and `MultiLoraLinear` loop over the variants of a run and name none
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,6 +19,16 @@ from jaxlora.pallas_kernels import DoraGain
 
 # Letters of docs/conventions.md: input features, output features and rank.
 Dimension = Literal["K", "N", "R"]
+
+
+@runtime_checkable
+class RateSettings(Protocol):
+    """The settings of a job, or of one step, that rates of tensors follow from."""
+
+    @property
+    def lora_plus_ratio(self) -> float:
+        """The ratio of LoRA+."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +69,7 @@ class TrainedTensor:
         from_weight: Makes its initial value from the frozen weight alone, K N or a
             quantized weight, in the dtype of the products. It runs programs on the
             weight's devices.
-        rate_ratio: Its learning rate in a job, divided by the job's; None: always 1.
+        rate_ratio: Its learning rate in a step, divided by that of A; None: always 1.
     """
 
     name: str
@@ -67,7 +77,7 @@ class TrainedTensor:
     dimensions: tuple[Dimension, ...]
     start: Start | None
     from_weight: Callable[[Any, DTypeLike], np.ndarray] | None = None
-    rate_ratio: Callable[[LoraJob], float] | None = None
+    rate_ratio: Callable[[RateSettings], float] | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -80,9 +90,9 @@ class TrainedTensor:
         return tuple(sizes[letter] for letter in self.dimensions)
 
 
-def lora_plus(job: LoraJob) -> float:
+def lora_plus(settings: RateSettings) -> float:
     """The ratio of LoRA+ (2402.12354); PEFT gives it to B and to all vectors."""
-    return job.lora_plus_ratio
+    return settings.lora_plus_ratio
 
 
 class Variant:

@@ -104,7 +104,12 @@ class _Batch:
 
 
 class Driver:
-    """Drives one job until it ends, or leaves to pause."""
+    """Drives one job until it ends, or leaves to pause.
+
+    Attributes:
+        is_ending: Whether the job does its last operations, which follow its last
+            step and its copies. After a crash they are the same ones again.
+    """
 
     def __init__(
         self,
@@ -131,6 +136,7 @@ class Driver:
         self._seq = job.next_seq
         self._times: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._num_submitted = job.progress.step  # batches, or the first part of one
+        self.is_ending = False
 
     @property
     def seconds_left(self) -> float | None:
@@ -341,6 +347,7 @@ class Driver:
             learning_rate=rate,
             betas=(settings["b1"], settings["b2"]),
             eps=settings["eps"],
+            lora_plus_ratio=job.lora_plus_ratio,
             weight_decay=job.weight_decay,
             grad_clip_norm=job.max_grad_norm or 0.0,
         )
@@ -464,7 +471,7 @@ class Driver:
 
     async def _end(self) -> None:
         """Evaluates and exports the adapter of a job that is over, and unloads it."""
-        state, job = self._state, self._job
+        state, job, self.is_ending = self._state, self._job, True
         if state.progress.status == "stopped" and state.lacks_eval():
             await self._evaluate()
         if not state.settings.keep_best:

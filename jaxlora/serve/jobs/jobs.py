@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxlora.errors import ConfigError, DataError, JaxloraError, StorageError
 from jaxlora.plan.job.prepared_job import PreparedJob, prepare_job
 from jaxlora.run.clone_settings import clone_settings
 from jaxlora.run.events import Event
+from jaxlora.run.job_progress import Status
 from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub, Unavailable
 from jaxlora.serve.jobs.batch_loss import check_objective
@@ -29,7 +30,7 @@ from jaxlora.serve.jobs.driver import Driver, Surroundings
 from jaxlora.serve.jobs.record import Asked, Copy, Job, JobTable
 from jaxlora.serve.jobs.tenant_data import LocalJob, TenantData
 from jaxlora.serve.limits import Limits, OverQuota
-from jaxlora.serve.registry import NotFound, Registry, Taken
+from jaxlora.serve.registry import Conflict, NotFound, Registry, Taken
 from jaxlora.serve.storage import Storage
 from jaxlora.train.job_state import JobState, progress_of_copy
 from jaxlora.train.live_jobs import PAUSED, STOPPED
@@ -47,6 +48,10 @@ class Jobs:
 
     A thread with a loop of its own runs the drivers and all coroutines here, so nothing
     of it needs a lock. Another one reads data.
+
+    Attributes:
+        data: The uploads of tenants.
+        listeners: Called in the thread with each new line of a job's metrics.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Jobs:
         """
         config = limits.config
         self.data = TenantData(storage, registry, limits, config.datasets)
+        self.listeners: list[Callable[[Job, Mapping[str, Any]], None]] = []
         self._hub, self._storage, self._limits = hub, storage, limits
         self._registry = registry
         self._num_places = config.running_jobs or config.session.num_slots
@@ -167,10 +173,10 @@ class Jobs:
         priority are, and of equal ones the older.
         """
         busy = collections.Counter(
-            job.tenant for job in self._jobs.values() if job.id in self._running
+            job.tenant for job in self.every() if job.id in self._running
         )
         waiting = collections.defaultdict(list)
-        for job in self._jobs.values():
+        for job in self.every():
             is_waiting = job.progress.status == "waiting" and job.is_ready
             if is_waiting and job.id not in self._running:
                 waiting[job.tenant].append(job)
@@ -255,6 +261,8 @@ class Jobs:
             line = {"event": event.kind, "time": now, **event.values()}
             self._lines.append((job, job.num_lines, json.dumps(line, allow_nan=False)))
             job.num_lines += 1
+            for listener in self.listeners:
+                listener(job, line)
 
     # ---- copies ----------------------------------------------------------------------
 
@@ -341,11 +349,6 @@ class Jobs:
                 f"dropout={job.dropout:g} must be 0 here, as a pass of a server "
                 f"drops nothing. {cure}"
             )
-        if job.lora_plus_ratio != 1.0:
-            raise ConfigError(
-                f"lora_plus_ratio={job.lora_plus_ratio:g} must be 1 here: a step has "
-                f"one learning rate. {cure}"
-            )
         longest = max(int(data.lengths.max()) for data in prepared.data)
         if longest - 1 > engine.most_tokens:
             raise ConfigError(
@@ -369,13 +372,29 @@ class Jobs:
             NotFound: The tenant has no such job.
         """
         if (job := self._jobs.get((tenant, name.lower()))) is None:
-            raise NotFound(f"there is no job {name!r:.120}.")
+            raise NotFound(
+                f"there is no job {name!r:.120}. GET /jobs/v1/jobs lists yours."
+            )
         return job
+
+    def adapter(self, tenant: str, name: str) -> tuple[Job, str]:
+        """Returns a tenant's job, and the key in the storage of its adapter.
+
+        Raises:
+            NotFound: The tenant has no such job.
+            Conflict: The job has no adapter.
+        """
+        job = self.find(tenant, name)
+        if job.adapter is None:
+            raise Conflict(
+                f"job {name!r} has no adapter: it is {job.progress.status}. It is "
+                "written when the job ends, or with keep_best after an evaluation."
+            )
+        return job, job.adapter
 
     def with_adapters(self, tenant: str) -> list[Job]:
         """Returns a tenant's jobs that have an adapter, the newest first."""
-        jobs = [*self._jobs.values()]
-        own = [job for job in jobs if job.tenant == tenant and job.adapter]
+        own = [job for job in self.every() if job.tenant == tenant and job.adapter]
         return sorted(own, key=lambda job: -job.created_at)
 
     async def add(self, tenant: str, settings: LoraJob) -> dict[str, Any]:
@@ -520,6 +539,18 @@ class Jobs:
         parent = self._live_job(tenant, name)
         at = max(1, await self._border(parent))
         self._live_job(tenant, name)  # it may have ended meanwhile
+        if parent.progress.status == "paused" and not parent.progress.step:
+            raise Conflict(
+                f"job {name!r} is paused before its first step, so there is no state "
+                "to copy. Resume it first, or add a new job."
+            )
+        driver = self._drivers.get(parent.id)
+        if driver is not None and driver.is_ending:
+            raise Conflict(
+                f"job {name!r} has done its last step and is being exported, so its "
+                "state cannot be copied any more. When it has ended, set init_from to "
+                "it in a new job."
+            )
         self._check_new(tenant, settings.name)
         if at > job.num_steps:
             raise ConfigError(
@@ -545,7 +576,7 @@ class Jobs:
         """
         job = self.find(tenant, name)
         if not job.progress.is_over:
-            raise ConfigError(f"job {name!r} has not ended. Stop it first.")
+            raise Conflict(f"job {name!r} has not ended. Stop it first.")
         self._check_unused(tenant, name, "init_from")
         with contextlib.suppress(NotFound):  # it has no adapter
             self._registry.delete(tenant, "job", job.id)
@@ -571,7 +602,7 @@ class Jobs:
         for job in self._jobs.values():
             is_own = job.tenant == tenant and not job.progress.is_over
             if is_own and name.lower() in _names(job.settings)[setting]:
-                raise ConfigError(
+                raise Conflict(
                     f"job {job.name!r} has {name!r} as {setting}, and has not ended. "
                     "Stop it first."
                 )
@@ -580,7 +611,7 @@ class Jobs:
         job = self.find(tenant, name)
         if job.progress.is_over:
             status, reason = job.progress.status, job.progress.reason
-            raise ConfigError(f"job {name!r} has ended already ({status}): {reason}.")
+            raise Conflict(f"job {name!r} has ended already ({status}): {reason}.")
         return job
 
     def _has_begun(self, job: Job) -> bool:
@@ -598,7 +629,7 @@ class Jobs:
     # ---- descriptions ----------------------------------------------------------------
 
     async def listing(
-        self, tenant: str, status: str | None, limit: int, offset: int
+        self, tenant: str, status: Status | None, limit: int, offset: int
     ) -> dict[str, Any]:
         """Returns a page of a tenant's jobs, the newest first."""
         own = [
@@ -607,7 +638,8 @@ class Jobs:
             if job.tenant == tenant and status in (None, job.progress.status)
         ]
         own.sort(key=lambda job: -job.created_at)
-        shown = [self.describe(job) for job in own[offset : offset + limit]]
+        places = self.places()
+        shown = [self.describe(job, places) for job in own[offset : offset + limit]]
         return {"jobs": shown, "total": len(own)}
 
     async def queue(self, tenant: str) -> dict[str, Any]:
@@ -648,13 +680,32 @@ class Jobs:
             self._keep()
         return [json.loads(line) for line in self._table.lines(job, after, limit)]
 
-    def describe(self, job: Job) -> dict[str, Any]:
-        """Returns the JSON values that describe a job."""
+    def places(self) -> dict[str, int]:
+        """Returns the places in the queue, from 1, by the ids of jobs.
+
+        Any thread may call it, and `seconds_left`.
+        """
+        return {job.id: place for place, job in enumerate(self._queue(), 1)}
+
+    def seconds_left(self, job: Job) -> float | None:
+        """Returns the estimated time until a job ends; None: it is not known."""
+        driver = self._drivers.get(job.id)
+        return None if driver is None else driver.seconds_left
+
+    def describe(
+        self, job: Job, places: Mapping[str, int] | None = None
+    ) -> dict[str, Any]:
+        """Returns the JSON values that describe a job.
+
+        Args:
+            job: The job.
+            places: The places in the queue, if they are known already.
+        """
+        places = self.places() if places is None else places
         progress = dataclasses.asdict(job.progress)
         for key in ("slot", "stopped_by", "last_metric", "best_metric"):
             del progress[key]
-        driver, created = self._drivers.get(job.id), job.created_at
-        left = None if driver is None else driver.seconds_left
+        created, left = job.created_at, self.seconds_left(job)
         return {
             "name": job.name,
             "id": job.id,
@@ -662,6 +713,7 @@ class Jobs:
             .isoformat(timespec="seconds")
             .replace("+00:00", "Z"),
             **progress,
+            "place": places.get(job.id),
             "num_steps": job.num_steps,
             "batch_tokens": round(job.batch_tokens, 1),
             "rank": job.rank,

@@ -120,6 +120,14 @@ class Job:
         self.progress = dataclasses.replace(self.progress, **changes)
 
 
+def is_of_job(model: str) -> bool:
+    """Whether a model of the hub is that of a job, or its reference, by its id.
+
+    Ids of clients' models have colons.
+    """
+    return ":" not in model
+
+
 class JobTable:
     """The jobs of all tenants in the database."""
 

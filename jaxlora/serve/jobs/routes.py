@@ -15,6 +15,7 @@ from fastapi.responses import StreamingResponse
 from jaxlora.config import LoraJob
 from jaxlora.errors import ConfigError
 from jaxlora.run.clone_settings import settings_to_add
+from jaxlora.run.job_progress import Status
 from jaxlora.serve import chat
 from jaxlora.serve.jobs.archive import adapter_archive
 from jaxlora.serve.jobs.driver import awaited
@@ -145,7 +146,10 @@ def _add_jobs(made: APIRouter, jobs: Jobs) -> None:
 
     @made.get("/jobs")
     async def listing(
-        user: Reader, status: str | None = None, limit: Limit = 100, offset: Offset = 0
+        user: Reader,
+        status: Status | None = None,
+        limit: Limit = 100,
+        offset: Offset = 0,
     ) -> dict[str, Any]:
         """Lists jobs, the newest first."""
         return await _run(jobs, jobs.listing(user.tenant, status, limit, offset))
@@ -208,13 +212,8 @@ def _add_results(made: APIRouter, jobs: Jobs, server: Server) -> None:
         name: str, user: Reader, format: Literal["zip", "tar"] = "zip"
     ) -> Response:
         """Sends the PEFT folder of a job's adapter as one file."""
-        job = jobs.find(user.tenant, name)
-        if job.adapter is None:
-            raise ConfigError(
-                f"job {name!r} has no adapter: it is {job.progress.status}. It is "
-                "written when the job ends, or with keep_best after an evaluation."
-            )
-        folder = await asyncio.to_thread(server.storage.fetch, job.adapter)
+        job, key = jobs.adapter(user.tenant, name)
+        folder = await asyncio.to_thread(server.storage.fetch, key)
         model = server.hub.engine.model
         return StreamingResponse(
             adapter_archive(folder, job, model, format),

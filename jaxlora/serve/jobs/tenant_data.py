@@ -22,7 +22,7 @@ from jaxlora.data.tokens.show import find_samples
 from jaxlora.data.tokens.tokenize import with_kind
 from jaxlora.errors import ConfigError, DataError, JaxloraError
 from jaxlora.serve.limits import Limits
-from jaxlora.serve.registry import Entry, NotFound, Registry
+from jaxlora.serve.registry import Entry, NotFound, Registry, Taken
 from jaxlora.serve.storage import Storage
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -73,6 +73,7 @@ class TenantData:
         """
         self._storage, self._registry, self._limits = storage, registry, limits
         self.shared = dict(shared)
+        self._uploading: set[str] = set()  # keys; the thread of the server's alone
 
     # ---- uploads ---------------------------------------------------------------------
 
@@ -86,9 +87,31 @@ class TenantData:
                 too large.
         """
         _check_name(name)
+        key = _key(tenant, name)
+        if key in self._uploading:
+            raise ConfigError(f"{name} is being uploaded already. Wait for its end.")
+        self._uploading.add(key)
+        try:
+            await self._store(tenant, name, chunks)
+        finally:
+            self._uploading.remove(key)
+        return self.find(tenant, name)
+
+    async def _store(
+        self, tenant: str, name: str, chunks: AsyncIterator[bytes]
+    ) -> None:
+        key = _key(tenant, name)
         self._limits.check_storage(tenant)
+        with contextlib.suppress(NotFound):
+            self.find(tenant, name)
+            raise Taken(
+                f"you have uploaded {name} already. Choose another name, or delete it "
+                "first."
+            )
+        # An upload or a deletion that failed may have left a file without an entry.
+        await asyncio.to_thread(self._storage.delete, key)
         most, size = self._limits.config.limits.upload_bytes, 0
-        async with _in_threads(self._storage.writing(_key(tenant, name))) as path:
+        async with _in_threads(self._storage.writing(key)) as path:
             with path.open("wb") as file:
                 async for chunk in chunks:
                     size += len(chunk)
@@ -101,9 +124,7 @@ class TenantData:
             if not size:
                 raise DataError(f"{name} is empty. Send the file as the body.")
             self._limits.check_storage(tenant, size)
-        key = _key(tenant, name)
         self._registry.add("upload", tenant, key, num_bytes=size, key=key)
-        return self.find(tenant, name)
 
     def uploads(self, tenant: str, limit: int, offset: int) -> Sequence[Entry]:
         """Returns a tenant's uploads, the newest first."""

@@ -27,7 +27,6 @@ from jaxlora.session.samples import SampleCall, SampleResult
 
 SampleOutcome = SampleResult | Failed
 _SEEDS = 2**31
-_MOST_KNOWN = 10_000
 
 MaySample = Annotated[Principal, Depends(allowed("sample"))]
 
@@ -65,7 +64,7 @@ class Sample:
 class Samplers:
     """Samplers of clients, and the samples that they ask for.
 
-    Any thread may use it, but for `owned` and `submit`.
+    Any thread may use it, but for `submit`.
     """
 
     def __init__(self, server: Server, *, clock: Callable[[], float] = time.monotonic):
@@ -80,7 +79,6 @@ class Samplers:
         self._samples: dict[str, Sample] = {}
         self._by_number: dict[tuple[str, int], Sample] = {}
         self._ended: deque[tuple[float, str, tuple[str, int]]] = deque()
-        self._known: dict[tuple[str, str], Entry] = {}
 
     def add(
         self,
@@ -159,11 +157,8 @@ class Samplers:
             found = self._samples.get(request_id)
         return found if found is not None and found.tenant == tenant else None
 
-    async def owned(self, who: Principal, body: bodies.Sample) -> Entry:
+    def owned(self, who: Principal, body: bodies.Sample) -> Entry:
         """Returns the sampler that a request for samples names.
-
-        A sampler never changes, so it is looked up once. Of 64 requests at a time, each
-        would wait for the threads and database looks of all before it.
 
         Raises:
             JaxloraError: It names none, or the sampler is another's.
@@ -173,15 +168,10 @@ class Samplers:
                 "the request has no sampling_session_id and seq_id. Make a sampler by "
                 "create_sampling_session first."
             )
-        address = who.tenant, body.sampling_session_id
-        if (found := self._known.get(address)) is None:
-            found = await asyncio.to_thread(
-                self._server.registry.owned, who.tenant, "sampler", address[1]
-            )
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[address] = found
-        return found
+        registry = self._server.registry
+        sampler = registry.owned(who.tenant, "sampler", body.sampling_session_id)
+        registry.note_use(sampler)
+        return sampler
 
     def submit(self, sampler: Entry, content: bytes, body: bodies.Sample) -> Sample:
         """Accepts a request for samples. Only the thread of the server calls this.
@@ -334,7 +324,7 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
     async def asample(who: MaySample, request: Request) -> Any:
         content = await request.body()
         body = bodies.parsed(content, bodies.Sample)
-        sampler = await samplers.owned(who, body)
+        sampler = await asyncio.to_thread(samplers.owned, who, body)
         sample = samplers.submit(sampler, content, body)
         ids = [f"{sample.request_id}:{i}" for i in range(sample.call.num_samples)]
         return {"request_id": sample.request_id, "sample_sequence_ids": ids}

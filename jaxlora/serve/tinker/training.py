@@ -252,6 +252,12 @@ class Models:
         self, who: Principal, model_id: str, number: int, operation: Operation
     ) -> Promise:
         server, tokens = self._server, 0
+        if not server.hub.knows(model_id, 1):
+            # It is about to be made, or was unloaded so long ago that the hub has
+            # forgotten it.
+            model = server.registry.owned(who.tenant, "model", model_id)
+            if number > 1 or model.fields.get("unloaded"):
+                raise HTTPException(422, _unloaded(model_id))
         if isinstance(operation, Pass):
             tokens = sum(len(datum.tokens) for datum in operation.data)
             server.limits.begin(who.tenant, tokens)
@@ -261,7 +267,7 @@ class Models:
             server.limits.end(who.tenant, tokens)
             model = server.registry.owned(who.tenant, "model", model_id)
             if model.fields.get("unloaded"):
-                text = f"model {model_id} was unloaded. Make another."
+                text = _unloaded(model_id)
             else:
                 text = (
                     f"request {number - 1} of model {model_id} was accepted before, "
@@ -350,6 +356,10 @@ class Models:
             metadata=body.user_metadata,
         )
         return Publish(sampler=key, checkpoint=key)
+
+
+def _unloaded(id: str) -> str:
+    return f"model {id} was unloaded. Make another."
 
 
 def _step(body: bodies.OptimStep) -> Step:

@@ -6,7 +6,7 @@ import itertools
 import os
 import pathlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxlora.common.atomic import make_folder, wrap_os_errors
 from jaxlora.device_check import A_GPU
@@ -17,6 +17,7 @@ from jaxlora.sharding.mesh_sizes import MeshSizes
 LOG_FILE = "worker.log"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _TAIL_BYTES = 2000
+_FEWEST_CORES = 4  # of a device; a process has threads that must not wait for others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,7 @@ class Process:
         folder: pathlib.Path,
         environ: Mapping[str, str],
         door: bytes,
+        cores: Collection[int] | None = None,
     ):
         """Starts the process.
 
@@ -51,11 +53,12 @@ class Process:
             folder: Folder for its log, which is made.
             environ: Environment variables besides those of this process.
             door: Goes to its standard input, as others cannot see that.
+            cores: Processor cores that it may use; None: those of this process.
         """
         self._folder = folder
         with wrap_os_errors(folder):
             make_folder(folder)
-            with open(folder / LOG_FILE, "ab") as log:
+            with open(folder / LOG_FILE, "ab") as log, _running_on(cores):
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -90,6 +93,20 @@ class Process:
         self._process.kill()
 
 
+@contextlib.contextmanager
+def _running_on(cores: Collection[int] | None) -> Iterator[None]:
+    """Runs this thread, and so the processes that it starts, on some cores only."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def _log_tail(path: pathlib.Path) -> str:
     """Returns the last line of a worker's log, and where the others are."""
     try:
@@ -111,9 +128,21 @@ class Launcher:
 
     host = "127.0.0.1"
 
-    def __init__(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]):
-        """Makes the object; no process runs."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        environs: Sequence[Mapping[str, str]],
+        cores: Sequence[Collection[int] | None],
+    ):
+        """Makes the object; no process runs.
+
+        Args:
+            command: The program and its arguments.
+            environs: Environment variables of each group; see `divide`.
+            cores: Processor cores of each group; see `divide_cores`.
+        """
         self._command, self._environs = tuple(command), environs
+        self._cores = cores
 
     def start(self, group: int, folder: pathlib.Path, door: bytes) -> Process | None:
         """Starts a process, unless its devices are not there now; then it is None.
@@ -123,7 +152,8 @@ class Launcher:
             folder: Folder of its run, which is made, with the worker's log.
             door: Goes to its standard input; it says how to connect to the driver.
         """
-        return Process(self._command, folder, self._environs[group], door)
+        environ, cores = self._environs[group], self._cores[group]
+        return Process(self._command, folder, environ, door, cores)
 
     def look(self) -> None:
         """Looks whether processes can be started and go on, in every round.
@@ -159,6 +189,27 @@ def divide(
         given.append({VISIBLE: ",".join(gpus[first : first + size])})
         first += size
     return given
+
+
+def divide_cores(
+    meshes: Sequence[MeshSizes], cores: Collection[int] | None = None
+) -> list[Collection[int] | None]:
+    """Returns the processor cores of each group, in proportion to its devices.
+
+    A group that packs samples or starts jobs would otherwise wait for cores while its
+    neighbor compiles, and take longer than predicted. Cores with neighboring numbers
+    share caches and memory. Where they are few, each group may use all of them.
+
+    Args:
+        meshes: The mesh of each group.
+        cores: The cores to divide; None: those of this process.
+    """
+    own = sorted(os.sched_getaffinity(0) if cores is None else cores)
+    ends = list(itertools.accumulate(mesh.num_devices for mesh in meshes))
+    if len(meshes) == 1 or len(own) < _FEWEST_CORES * ends[-1]:
+        return [None] * len(meshes)
+    borders = [len(own) * end // ends[-1] for end in (0, *ends)]
+    return [own[first:end] for first, end in itertools.pairwise(borders)]
 
 
 def _gpus(environ: Mapping[str, str]) -> list[str] | None:

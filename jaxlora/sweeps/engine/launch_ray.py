@@ -121,7 +121,7 @@ class RayLauncher(Launcher):
         given = {k: v for k, v in os.environ.items() if k.startswith(_PREFIXES)}
         sizes = [mesh.num_devices for mesh in meshes]
         cpus = [{} if has_gpus else {"JAX_NUM_CPU_DEVICES": str(n)} for n in sizes]
-        super().__init__(command, [given | one for one in cpus])
+        super().__init__(command, [given | one for one in cpus], [None] * len(cpus))
         self._needs = [
             {"CPU": 1.0} | ({"GPU": float(n)} if has_gpus else {}) for n in sizes
         ]

@@ -29,7 +29,7 @@ from jaxlora.sweeps.decisions import check_same_rungs, halving_of
 from jaxlora.sweeps.engine.driver import Driver
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans, plan_in_process
 from jaxlora.sweeps.engine.groups import Group
-from jaxlora.sweeps.engine.launch import Launcher, divide
+from jaxlora.sweeps.engine.launch import Launcher, divide, divide_cores
 from jaxlora.sweeps.engine.ledger import Ledger, has_ledger
 from jaxlora.sweeps.engine.requests import Requests
 from jaxlora.sweeps.engine.state import GROUPS, SweepState
@@ -274,7 +274,8 @@ def _planned_group(config: RunConfig, plans: GroupPlans, one: GroupPlan) -> Grou
 def _open_workers(config: RunConfig, meshes: Sequence[MeshSizes]) -> Iterator[Workers]:
     assert config.sweep is not None
     if config.sweep.ray is None:
-        yield Workers(Launcher(COMMAND, divide(meshes)))
+        launcher = Launcher(COMMAND, divide(meshes), divide_cores(meshes))
+        yield Workers(launcher)
         return
     from jaxlora.sweeps.engine.launch_ray import joined_cluster
 

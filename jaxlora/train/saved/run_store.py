@@ -106,7 +106,7 @@ class RunStore:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._exporters = ThreadPoolExecutor(_EXPORTERS, thread_name_prefix="export")
         self._has_failed = threading.Event()
-        self._is_prepared = False
+        self._is_prepared = self._has_reserved = False
 
     def restore(self, now: RunRecord) -> ReadCheckpoint | None:
         """Reads the newest checkpoint; None if there is none.
@@ -166,21 +166,24 @@ class RunStore:
     # ---- in the background ---------------------------------------------------------
 
     def prepare(self, slots: StagedSlots | None) -> None:
-        """Prepares for the first checkpoint, in the thread that writes; once.
+        """Prepares for the first checkpoint, in the thread that writes.
 
         It opens the library that writes checkpoints, which takes a second of Python's
         lock. Before the first steps, it would delay them; after the last, the end of
         the run would wait for it. If it fails, the checkpoint fails and says so.
 
         Args:
-            slots: The slots of the run, if there will be checkpoints on the way: then
-                the allocator gets memory for a snapshot from the system.
+            slots: The slots of the run, if a checkpoint on the way is near: then the
+                allocator gets memory for a snapshot from the system, once.
         """
-        if processes.is_first() and not self._is_prepared:
+        if not processes.is_first():
+            return
+        if not self._is_prepared:
             self._is_prepared = True
             self._writer.submit(self._opened)
-            if slots is not None:
-                self._writer.submit(slots.reserve_snapshot())
+        if slots is not None and not self._has_reserved:
+            self._has_reserved = True
+            self._writer.submit(slots.reserve_snapshot())
 
     def _opened(self) -> "Checkpoints":
         """Returns the folder of checkpoints, which is opened once."""

@@ -16,10 +16,12 @@ rows to DIR/mesh.md. Without a GPU, only the models tiny and wide-2 run.
 
 import argparse
 import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -27,7 +29,7 @@ import yaml
 from jaxlora.errors import JaxloraError
 from jaxlora.pallas_kernels import BACKENDS
 from jaxlora.sharding.mesh_sizes import ONE_DEVICE, MeshSizes
-from scripts.bench.mesh.cases import Case
+from scripts.bench.mesh.cases import PARTS, Case
 from scripts.bench.mesh.results import results, skipped
 from scripts.bench.report import (
     add_output_dir,
@@ -85,6 +87,31 @@ def measure_alone(case: Case, folder: Path, limit: float) -> str | None:
     return f"its process ended with {ended.returncode}" if ended.returncode else None
 
 
+def compile_all(cases: Sequence[Case], limit: float) -> None:
+    """Compiles the programs of all cases beside each other, in a process for each.
+
+    They are killed together at the limit; what they have not kept is compiled later.
+
+    Args:
+        cases: The cases.
+        limit: Seconds after which the processes are killed.
+    """
+    # Each of them would otherwise take most of the devices' memory.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-m", "scripts.bench.mesh.measure"]
+    processes = [
+        subprocess.Popen([*command, case.to_json()], env=environment) for case in cases
+    ]
+    end = time.monotonic() + limit
+    for process in processes:
+        try:
+            left = end - time.monotonic()
+            process.wait(None if math.isinf(left) else max(0.0, left))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def add_options(out: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_output_dir(out)
@@ -121,6 +148,20 @@ def add_options(out: argparse.ArgumentParser) -> None:
             f"--{name}", type=yaml.safe_load, default="auto", help="as in a run file"
         )
     out.add_argument("--repeats", type=int, default=10, help="of passes and steps")
+    out.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="what to measure, where a mesh has it; by default all",
+    )
+    out.add_argument(
+        "--compile",
+        choices=["each", "first", "only"],
+        default="each",
+        help="compile each mesh when it is measured, or all of them first, beside each "
+        "other, or do nothing else",
+    )
     out.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
 
 
@@ -133,6 +174,10 @@ def run(args: argparse.Namespace) -> None:
         raise JaxloraError(reason)
     meshes = args.meshes or default_meshes(num_devices)
     cases = [make_case(args, mesh, num_devices) for mesh in meshes]
+    if args.compile != "each":
+        compile_all(cases, end - time.monotonic())
+    if args.compile == "only":
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output_dir or Path(temporary)
         for number, case in enumerate(cases):

@@ -25,6 +25,10 @@ from scripts.bench.workload import Workload
 # `bench.scheduler.lengths`.
 DATA_SETS = ("mix", "wikisum", "cnn", "xsum")
 
+# What is measured after the programs are compiled, where a mesh has it. `routes` has a
+# program of its own for all layers, which takes long to compile for a deep model.
+PARTS = ("routes", "step", "passes", "kinds", "windows")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(Workload):
@@ -40,6 +44,7 @@ class Case(Workload):
         kinds: Kinds of jobs of the scheduler's benchmark that a pipeline trains.
         padding_share: The setting of a run, by which these are packed.
         layers_per_program: The setting of a run.
+        parts: Which of `PARTS` to measure.
     """
 
     mesh: str
@@ -51,6 +56,7 @@ class Case(Workload):
     kinds: tuple[str, ...] = ()
     padding_share: float | str = "auto"
     layers_per_program: int | str = "auto"
+    parts: tuple[str, ...] = PARTS
 
     def __post_init__(self):
         most = len(DATA_SETS)

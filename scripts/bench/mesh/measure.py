@@ -1,8 +1,10 @@
 """Measures one mesh, in a process of its own, with random weights.
 
     python -m scripts.bench.mesh.measure CASE FOLDER
+    python -m scripts.bench.mesh.measure CASE
 
-CASE is a `Case` in JSON.
+CASE is a `Case` in JSON. Without a folder, its programs are compiled and kept, and
+nothing is measured.
 """
 
 import dataclasses
@@ -25,10 +27,12 @@ from jaxlora.models.spec import DecoderSpec
 from jaxlora.profile.pass_times import Probe, make_probe, measure_passes
 from jaxlora.profile.tokens import TARGET_SHARE, equal_shares, fill
 from jaxlora.profile.training import GIB, Training, peak_gib, time_steps
+from jaxlora.programs.program import wait_until_kept
 from jaxlora.scheduler import CostModel, simulate
 from jaxlora.scheduler.lanes import ticks_of
 from jaxlora.train.compilation_cache import keep_compiled_programs
 from jaxlora.train.execute.executor import Executor, Outcomes
+from jaxlora.train.execute.layout import Layout
 from jaxlora.train.execute.run_programs import RunPrograms
 from scripts.bench.kernel_times import busy_ms, by_kind, is_exchange, ranked, trace
 from scripts.bench.mesh.cases import DATA_SETS, Case, Window, make_jobs
@@ -85,19 +89,22 @@ class MeshTraining(Training):
 
     def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yields the name of each part, and a function that measures it."""
-        sizes, adapters = self.case.sizes, sorted(self.case.adapters, reverse=True)
+        case, adapters = self.case, sorted(self.case.adapters, reverse=True)
+        is_pipeline, asked = case.sizes.stage > 1, case.parts
+        model = self.spec.config
+        has_experts = any(map(model.expert_shape, range(model.num_layers)))
         yield "compile", self._compile
-        if any(map(self.spec.config.expert_shape, range(self.spec.config.num_layers))):
+        if has_experts and "routes" in asked:
             yield "routes", self._compare_routes
-        if sizes.stage == 1:
+        if not is_pipeline and "step" in asked:
             yield "step", self._step
-            yield self._window(adapters[0])
-            return
-        yield "passes", self._passes
-        for kind in self.case.kinds:
+        if is_pipeline and "passes" in asked:
+            yield "passes", self._passes
+        for kind in case.kinds if is_pipeline and "kinds" in asked else ():
             yield kind, functools.partial(self._time_kind, kind)
-        for number in adapters:
-            yield self._window(number)
+        for number in adapters if is_pipeline else adapters[:1]:
+            if "windows" in asked:
+                yield self._window(number)
 
     def probe(self, num_tokens: int, longest: int) -> Probe:
         """Makes a microbatch that all jobs share, with lengths like theirs.
@@ -378,10 +385,29 @@ def flops_per_token(spec: DecoderSpec, mean_keys: float) -> float:
     return sum(part.forward.flops + part.backward.flops for part in parts)
 
 
+def compile_programs(case: Case) -> None:
+    """Compiles the programs of a case beside each other, without any weights.
+
+    They are kept, so that a process that measures the case loads them.
+
+    Raises:
+        ConfigError: The case cannot be trained here.
+    """
+    plan = case.plan()
+    layout = Layout.of(plan.stages)
+    layout.empty_slots()
+    RunPrograms.start(layout, case.limits, evaluates=False).finish()
+    wait_until_kept()
+
+
 def main() -> None:
-    """Measures the case that the first argument describes in JSON."""
+    """Measures the case that the first argument describes in JSON, or compiles it."""
     keep_compiled_programs()
-    case, rows = Case.from_json(sys.argv[1]), results(Path(sys.argv[2]))
+    case = Case.from_json(sys.argv[1])
+    if len(sys.argv) == 2:
+        compile_programs(case)
+        return
+    rows = results(Path(sys.argv[2]))
     try:
         measure(case, rows)
     except (JaxloraError, ValueError, RuntimeError) as error:

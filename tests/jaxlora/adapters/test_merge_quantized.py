@@ -4,7 +4,6 @@ import io
 import json
 import logging
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.errors import AdapterError
 from jaxlora.hf.convert import convert
 from jaxlora.inspect import inspect_path
-from jaxlora.pallas_kernels import FORMATS
 from tests import tiny
 from tests.jaxlora.hf.loading import load_model
 from tests.jaxlora.hf.quantized_checkpoints import CONFIG, LINEARS, write_quantized
+from tests.pallas_kernels.quantized.weights import dequantized, quantized
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -134,8 +133,7 @@ def test_an_adapter_of_loftq_is_merged_into_the_quantized_weights(
     found = read(merge_adapter(tmp_path / "base", folder, tmp_path / "out"))
     for key, w in read(tmp_path / "base").items():
         if key in updates:
-            quantized = FORMATS[name].quantize(jnp.asarray(w))
-            w = np.asarray(quantized.dequantize(jnp.float32)) + updates[key]
+            w = np.asarray(dequantized(quantized(name, w))) + updates[key]
         np.testing.assert_allclose(found[key], w, atol=2e-6)
 
 

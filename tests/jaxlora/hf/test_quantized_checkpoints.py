@@ -19,6 +19,7 @@ from tests.jaxlora.hf.quantized_checkpoints import (
     LINEARS,
     write_quantized,
 )
+from tests.pallas_kernels.quantized.weights import dequantized
 
 Q = "model.layers.1.self_attn.q_proj"
 KERNEL = "layers.1.self_attn.q_proj.kernel"
@@ -37,7 +38,7 @@ def dense_weights(base):
         if arrays:
             weight = base.base_format.weight(arrays)
             weight.check()
-            weights[f"{name}.weight"] = np.asarray(weight.dequantize(np.float32))
+            weights[f"{name}.weight"] = np.asarray(dequantized(weight))
     return weights
 
 

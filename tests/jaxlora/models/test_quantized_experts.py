@@ -25,6 +25,7 @@ from tests.jaxlora.hf import quantized_checkpoints as stored
 from tests.jaxlora.models.test_experts import FUSED
 from tests.jaxlora.models.test_logits import NO_ADAPTER, pack, spec_of
 from tests.oracle import relative_error
+from tests.pallas_kernels.quantized import weights as of_formats
 
 # Every format holds weights of these widths.
 COMMON = {
@@ -121,7 +122,8 @@ def dequantized(model, dense):
             model.base_format.weight({f: x[i] for f, x in arrays.items()})
             for i in range(len(like))
         ]
-        params[path] = jnp.stack([one.dequantize(like.dtype).T for one in each])
+        dense = [of_formats.dequantized(one, like.dtype).T for one in each]
+        params[path] = jnp.asarray(np.stack(dense))
     return params
 
 

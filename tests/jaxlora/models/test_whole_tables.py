@@ -30,8 +30,8 @@ def make() -> tuple[WholeTables, jax.Array, jax.Array]:
     rng, draws = np.random.default_rng(0), Draws(0)
     layer = WholeTables(G, V, D)
     layer.is_trained[...] = jnp.asarray(TRAINED)
-    drawn = draws.normal(G, V, D)
-    layer.table[...] = jnp.where(TRAINED[:, None, None], drawn, 0)
+    drawn = np.asarray(draws.normal(G, V, D))
+    layer.table[...] = jnp.asarray(np.where(TRAINED[:, None, None], drawn, 0))
     tokens = rng.integers(0, V, T).astype(np.int32) % 7
     tokens[3] = V - 1
     return layer, draws.normal(T, D), jnp.asarray(tokens)
@@ -54,13 +54,14 @@ def test_each_slot_has_its_own_head(has_shares, monkeypatch):
     rng = np.random.default_rng(5)
     is_target = jnp.asarray(rng.random(T) < 0.7)
     weight, cap = normal(6, (T,)), 5.0
-    hidden = jnp.where(is_target[:, None], hidden, jnp.nan)
-    slots, shares = jnp.repeat(jnp.asarray(BLOCKS), BLOCK), None
+    hidden = jnp.asarray(np.where(is_target[:, None], hidden, np.float32(np.nan)))
+    slots, shares = np.repeat(BLOCKS, BLOCK), None
     given = labels
     if has_shares:
-        ids = jnp.stack([labels, (labels + 11) % V], axis=1)
-        drawn = jnp.asarray(rng.random((T, 2)), jnp.float32)
-        shares = SoftLabels(ids, drawn, jnp.linspace(0.5, 1.5, T))
+        ids = np.stack([labels, (np.asarray(labels) + 11) % V], axis=1)
+        scale = np.linspace(0.5, 1.5, T, dtype=np.float32)
+        numbers = rng.random((T, 2)).astype(np.float32), scale
+        shares = SoftLabels(*map(jnp.asarray, (ids, *numbers)))
         given = shares
 
     def ours(table, hidden, weight=weight):
@@ -88,24 +89,32 @@ def test_each_slot_has_its_own_head(has_shares, monkeypatch):
     for one, other in zip(found, exact, strict=True):
         assert relative_error(one, other) < 1e-5
     _check_divergence(ours, arguments, (nll, *found), is_target)
-    whole = layer.of_head(jnp.asarray(BLOCKS))
-    logits = with_whole_logits(jnp.ones((T, V)), jnp.ones((T, D)), whole)
+
+    @jax.jit
+    def logits_of(layer):
+        whole = layer.of_head(jnp.asarray(BLOCKS))
+        return with_whole_logits(jnp.ones((T, V)), jnp.ones((T, D)), whole)
+
+    logits = np.asarray(logits_of(layer))
     assert (logits[~MINE] == 1).all()
-    own = layer.table[...][slots[MINE]].sum(axis=2)
+    own = np.asarray(layer.table[...])[slots[MINE]].sum(axis=2)
     assert relative_error(logits[MINE], own) < 1e-5
 
 
 def _check_divergence(ours, arguments, healthy, is_target):
     """A copy that has diverged changes no bit of other slots."""
-    table, hidden = arguments[0].at[0, 1].set(jnp.nan), arguments[1]
-    found, nll = gradients(ours, (0, 1))(table, hidden)
+    table, hidden = np.array(arguments[0]), arguments[1]
+    table[0, 1] = np.nan
+    healthy = [*map(np.asarray, healthy)]
+    found, nll = jax.tree.map(np.asarray, gradients(ours, (0, 1))(table, hidden))
     sick = np.repeat(BLOCKS == 0, BLOCK)
     assert np.isnan(nll[sick & is_target]).all()
     for one, other in zip((nll, found[1]), (healthy[0], healthy[2]), strict=True):
         np.testing.assert_array_equal(one[~sick], other[~sick])
     np.testing.assert_array_equal(found[0][1:], healthy[1][1:])
     # So does a loss whose weight has diverged, of the first row, which is of slot 1.
-    weight = jnp.ones(T)
-    wanted, _ = gradients(ours)(*arguments, weight)
-    found, _ = gradients(ours)(*arguments, weight.at[0].set(jnp.nan))
+    weight, bad = np.ones(T, np.float32), np.ones(T, np.float32)
+    bad[0] = np.nan
+    run = gradients(ours)
+    wanted, found = (np.asarray(run(*arguments, x)[0]) for x in (weight, bad))
     np.testing.assert_array_equal(found[0], wanted[0])

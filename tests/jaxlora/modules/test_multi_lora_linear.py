@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from jaxlora import MultiLoraLinear, Routing, SlotShape
-from jaxlora.pallas_kernels import FORMATS
+from tests import drawn
 from tests.oracle import relative_error
+from tests.pallas_kernels.quantized.weights import dequantized, quantized
 
 K, N, BLOCK = 12, 20, 8
 SLOTS = SlotShape(num_slots=3, rank=6)
@@ -33,22 +34,27 @@ def adapter(slot: int):
 
 
 def rows(count: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (count * BLOCK, K))
+    return drawn.normal(1, (count * BLOCK, K))
+
+
+@jax.jit
+def run(layer: MultiLoraLinear, x: jax.Array, routing: Routing) -> jax.Array:
+    return layer(x, routing)
 
 
 def test_each_block_goes_through_its_own_adapter():
     layer = layer_with(0, 1, 2, use_bias=True)
     layer.bias[...] = jnp.arange(N, dtype=jnp.float32)
     blocks = (1, 2, -1, 0, 1)
-    x = rows(len(blocks))
-    y = layer(x, Routing(block_adapter=jnp.array(blocks)))
+    x = np.asarray(rows(len(blocks)))
+    y = np.asarray(run(layer, x, Routing(block_adapter=jnp.array(blocks))))
+    kernel, bias = (np.asarray(p[...]) for p in (layer.kernel, layer.bias))
     for i, slot in enumerate(blocks):
         here = slice(i * BLOCK, (i + 1) * BLOCK)
         wanted = np.zeros((BLOCK, N))
         if slot >= 0:
             a, b = adapter(slot)
-            wanted = np.asarray(x[here] @ layer.kernel[...] + layer.bias[...])
-            wanted = wanted + (0.5 + slot) * np.asarray(x[here]) @ a @ b
+            wanted = x[here] @ kernel + bias + (0.5 + slot) * x[here] @ a @ b
         assert relative_error(y[here], wanted) < 1e-5
 
 
@@ -57,11 +63,11 @@ def test_empty_and_inactive_slots_are_the_base_layer():
     base = layer.kernel[...]
     x = rows(2)
     np.testing.assert_array_equal(
-        layer(x, Routing(block_adapter=jnp.array([0, 2]))), x @ base
+        run(layer, x, Routing(block_adapter=jnp.array([0, 2]))), x @ base
     )
     layer.rank[...] = jnp.zeros(3, jnp.int32)
     np.testing.assert_array_equal(
-        layer(x, Routing(block_adapter=jnp.array([1, 1]))), x @ base
+        run(layer, x, Routing(block_adapter=jnp.array([1, 1]))), x @ base
     )
 
 
@@ -69,21 +75,22 @@ def test_dropout_is_keyed_by_seed_step_layer_and_projection():
     layer = layer_with(1)
     x, blocks = rows(2), jnp.array([1, 1])
 
-    def run(seed=0, step=0, layer=layer):
+    def output(seed=0, step=0, layer=layer):
         routing = Routing(
             block_adapter=blocks,
             token_index=jnp.arange(2 * BLOCK),
-            seed=jnp.full(3, seed),
-            step=jnp.full(3, step),
+            seed=jnp.asarray(np.full(3, seed)),
+            step=jnp.asarray(np.full(3, step)),
         )
-        return np.asarray(layer(x, routing))
+        return np.asarray(run(layer, x, routing))
 
-    np.testing.assert_array_equal(run(), run())
+    np.testing.assert_array_equal(output(), output())
     other = layer_with(1)
     other.projection = 1
     deeper = layer_with(1)
     deeper.layer = 1
-    masks = [run(), run(seed=1), run(step=1), run(layer=other), run(layer=deeper)]
+    others = {"seed": 1}, {"step": 1}, {"layer": other}, {"layer": deeper}
+    masks = [output(), *(output(**changed) for changed in others)]
     for i, one in enumerate(masks):
         for two in masks[:i]:
             assert (one != two).any()
@@ -101,12 +108,12 @@ def test_trains_in_a_users_own_flax_model():
             return self.out(jax.nn.relu(self.hidden(x, routing)))[:, 0]
 
     model = Regressor(nnx.Rngs(0))
-    a = jax.random.normal(jax.random.key(5), (K, 4)) * K**-0.5
-    model.hidden.load_slot(0, a, jnp.zeros((4, N)), scaling=2.0)
+    a = np.asarray(drawn.normal(5, (K, 4))) * K**-0.5
+    model.hidden.load_slot(0, a, np.zeros((4, N), np.float32), scaling=2.0)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
     frozen = [np.array(p) for p in (model.hidden.kernel[...], model.out.kernel[...])]
     routing = Routing(block_adapter=jnp.array([0, 0]))
-    x = rows(2).astype(jnp.bfloat16)
+    x = drawn.normal(1, (2 * BLOCK, K), jnp.bfloat16)
     target = jnp.sin(jnp.arange(2 * BLOCK))
 
     @nnx.jit
@@ -176,8 +183,7 @@ def test_dora_on_any_base_with_a_bias(name, kept):
     k, n, rng = 128, 64, np.random.default_rng(0)
     kernel = None
     if name is not None:
-        w = jnp.asarray(rng.normal(size=(n, k)), jnp.float32)
-        kernel = FORMATS[name].quantize(w)
+        kernel = quantized(name, rng.normal(size=(n, k)).astype(np.float32))
     layer = MultiLoraLinear(
         k,
         n,
@@ -188,7 +194,7 @@ def test_dora_on_any_base_with_a_bias(name, kept):
         rngs=nnx.Rngs(0),
     )
     layer.bias[...] = jnp.arange(n, dtype=jnp.float32)
-    dense = layer.kernel[...] if kernel is None else kernel.dequantize(jnp.float32).T
+    dense = layer.kernel[...] if kernel is None else dequantized(kernel).T
     w = np.asarray(dense, np.float64)
     tensors = [rng.normal(size=s).astype(np.float32) for s in ((k, 3), (3, n), (n,))]
     layer.load_slot(0, *tensors, scaling=0.5)

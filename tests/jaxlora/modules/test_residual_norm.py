@@ -1,5 +1,7 @@
 """A norm whose input is also added behind, with gradients in one pass or in two."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,6 +26,7 @@ def make_norm(offset, dtype=jnp.float32):
     return made
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def gradients(module, implementation, arrays):
     """Returns both results, and the gradients of h and of the scale."""
     h, *dy = arrays

@@ -94,6 +94,17 @@ def test_a_value_is_computed_once_for_each_identity(kept, caplog):
     assert value(2) == first[1] and calls == [1, 2, 2, 2]
 
 
+def test_a_process_that_only_plans_starts_no_workers(kept, monkeypatch):
+    started = []
+    monkeypatch.setattr(program, "start_workers", lambda: started.append(True))
+    for will_compile in (False, True):
+        keep_programs(kept, will_compile=will_compile)
+        identity = "test", will_compile
+        assert kept_value("a value", identity, lambda: 1) == 1
+        assert kept_value("a value", identity, lambda: 2) == 1  # it was kept
+    assert started == [True]
+
+
 def bits(result) -> bytes:
     return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(result))
 

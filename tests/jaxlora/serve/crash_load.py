@@ -1,18 +1,21 @@
 """Processes with a hub and clients of it, which tests kill at any moment.
 
 Each is a fork of one that has imported everything, and reads a line of JSON for each:
-the arguments of `live`. A fork writes lines into a file: `ready`; `accepted KEY ID` as
-soon as a client may know that an operation is accepted; `outcome KEY TEXT`, or `again
-KEY TEXT` if an earlier process has told it; `end`. An operation that was accepted is
-not sent again by the clients, except for some, whose ids must be the same.
+the arguments of `live`, or of `live_with_a_killer`. A fork of the first writes lines
+into a file: `ready`; `accepted KEY ID` as soon as a client may know that an operation
+is accepted; `outcome KEY TEXT`, or `again KEY TEXT` if an earlier process has told it;
+`end`. An operation that was accepted is not sent again by the clients, except for some,
+whose ids must be the same.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import os
 import pathlib
+import signal
 import sys
 import threading
 import traceback
@@ -24,7 +27,7 @@ from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.hf.load import load_model
 from jaxlora.serve import ledger
 from jaxlora.serve.database import Database
-from jaxlora.serve.hub import Hub, HubSettings
+from jaxlora.serve.hub import Hub
 from jaxlora.serve.operation import (
     Create,
     Done,
@@ -36,6 +39,7 @@ from jaxlora.serve.operation import (
     Unload,
     encode_outcome,
 )
+from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Storage
 from jaxlora.session.datum import ChosenLoss, Datum
 from jaxlora.session.engine import Engine
@@ -44,6 +48,7 @@ from tests.jaxlora.session.conftest import SETTINGS
 
 TENANT, MODELS = "t", ("a", "b", "c")
 MOST_OUTSTANDING = 5
+KILLER = 251  # no other datum has this token
 LOSSES = (
     ChosenLoss.of("cross_entropy", None),
     ChosenLoss.of("ppo", None),
@@ -195,9 +200,7 @@ def live(
         told: Operations whose outcomes they have told. A few are asked for again.
         output: The file that the lines go to; another one gets errors.
     """
-    for number, suffix in {1: "", 2: ".errors"}.items():
-        handle = os.open(output + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(handle, number)
+    redirect(output)
     logging.basicConfig(level=logging.WARNING)
     keep_the_log()
     hub = open_hub(pathlib.Path(folder), model, snapshot_steps=3, snapshot_seconds=0.3)
@@ -214,11 +217,75 @@ def live(
     clients.say("end")
 
 
+def operations_with_a_killer() -> dict[str, list[Operation]]:
+    """Operations of two models; a datum in one of them has the token `KILLER`."""
+    rng = np.random.default_rng(0)
+    create = Create(rank=4, lora_alpha=32.0, target_modules=None, seed=1)
+    step = Step(params=AdamParams(learning_rate=1e-3))
+
+    def given(*more: Datum) -> Pass:
+        data = *(random_datum(rng) for _ in range(3)), *more
+        return Pass(data=data, loss=LOSSES[0], is_training=True)
+
+    culprit = given(Datum(tokens=[7, KILLER], target_tokens=[1, 2]))
+    return {
+        "a": [create, given(), culprit, step, given(), step],
+        "b": [create, given(), step, given(), step],
+    }
+
+
+def live_with_a_killer(folder: str, model: str, is_logged: bool, output: str) -> None:
+    """Runs operations, one of which ends the process when the device gets it.
+
+    Args:
+        folder: Folder of the hub.
+        model: Folder of the base model.
+        is_logged: Whether the log has its microbatch by then.
+        output: The file that lines `outcome KEY TEXT` go to; another one gets errors.
+    """
+    redirect(output)
+    queue = Engine._queue_microbatch
+    hub = open_hub(pathlib.Path(folder), model)
+
+    def die(rows=None):
+        hub._ledger.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def queue_or_die(engine, run, microbatch, places, batches, rows):
+        every = [call.samples[number].token_ids for _, call, number in places]
+        is_deadly = KILLER in np.concatenate(every)
+        if is_deadly and not is_logged:
+            run = die  # before the log has the microbatch
+        queue(engine, run, microbatch, places, batches, rows)
+        if is_deadly:
+            die()
+
+    Engine._queue_microbatch = queue_or_die
+    hub.start()
+    promises = {
+        f"{name}:{seq_id}": hub.submit(TENANT, name, seq_id, operation)
+        for name, given in operations_with_a_killer().items()
+        for seq_id, operation in enumerate(given, 1)
+    }
+    for key, promise in promises.items():
+        outcome = dataclasses.asdict(promise.outcome.result())
+        print("outcome", key, json.dumps(outcome, default=lambda _: None), flush=True)
+    hub.stop()
+
+
+def redirect(output: str) -> None:
+    """Lets a file get the lines of this process, and another one its errors."""
+    for number, suffix in {1: "", 2: ".errors"}.items():
+        handle = os.open(output + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, number)
+
+
 def main() -> None:
     for line in sys.stdin:
         if (pid := os.fork()) == 0:
+            given = json.loads(line)
             try:
-                live(**json.loads(line))
+                (live_with_a_killer if "is_logged" in given else live)(**given)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -27,7 +27,9 @@ from jaxlora.config.session_config import AdamParams
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import (
+    _bind,
     delete_expired,
+    end_unused,
     make_app,
     make_server,
     park_lapsed,
@@ -36,7 +38,16 @@ from jaxlora.serve.app import (
 )
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
-from jaxlora.serve.operation import Create, Done, Load, Pass, Save, Step
+from jaxlora.serve.operation import (
+    Create,
+    Done,
+    Failed,
+    Load,
+    Pass,
+    Save,
+    Step,
+    Unload,
+)
 from jaxlora.serve.server import Server
 from jaxlora.session.datum import ChosenLoss
 from tests import tiny
@@ -268,11 +279,24 @@ def test_errors_are_sentences_and_show_nothing_of_the_inside(client, server, cap
     assert "text of a tenant" not in caplog.text
     assert client.get("/fail/device", headers=own).status_code == 503
     assert client.get("/fail/quota", headers=own).json() == {"detail": "wait"}
-    assert client.get("/none", headers=own).status_code == 404
+    answer = client.get("/none", headers=own)
+    assert answer.status_code == 404 and "no GET /none" in answer.json()["detail"]
     answer = client.post("/rank", headers=own, json={"rank": "many"})
     assert answer.status_code == 422
     assert answer.json()["detail"].startswith("the request: rank: ")
     assert client.post("/rank", headers=own, content=b"{").status_code == 422
+
+
+def test_errors_below_v1_are_in_the_form_of_openai(client, server):
+    """Also those of before a route: its clients show nothing else."""
+    path, keys = "/v1/embeddings", headers(server, "sample")
+    wanted = (({}, 401, "has no key"), (keys, 404, "no POST /v1/embeddings"))
+    for given, status, text in (*wanted, (keys, 413, "1,000 bytes")):
+        content = bytes(5000) if status == 413 else b""
+        answer = client.post(path, headers=given, content=content)
+        error = answer.json()["error"]
+        assert answer.status_code == status and text in error.pop("message")
+        assert error == {"type": "invalid_request_error", "param": None, "code": None}
 
 
 def test_answers_have_headers_for_browsers(client):
@@ -356,6 +380,40 @@ def test_models_of_a_client_that_is_gone_leave_their_slots(model, tmp_path):
         step = Step(params=AdamParams(learning_rate=1e-3))
         done = server.hub.submit("local", "gone:1", 2, step).outcome.result(timeout=60)
     assert {*parked} == {"gone:1"} and isinstance(done, Done)
+
+
+def test_clients_that_are_gone_for_good_are_forgotten(model, tmp_path):
+    """But for models with checkpoints, which are unloaded."""
+    server, app = make(model, tmp_path, retention={"session_seconds": 100.0})
+    registry, seconds = server.registry, 120.0
+    create = Create(rank=4, lora_alpha=32.0, target_modules=None, seed=0)
+    with TestClient(app, base_url="http://localhost") as client:
+        for session in ("gone", "saved", "there"):
+            registry.add("session", "local", session)
+            about = {"base_model": "m", "lora": {"rank": 4}}
+            id = registry.add("model", "local", f"{session}:1", parent=session, **about)
+            server.hub.submit("local", id, 1, create).outcome.result(timeout=60)
+        key = "local/saved:1/weights/one"
+        with server.storage.writing(key) as path:
+            path.write_bytes(b"1")
+        registry.add(
+            *("checkpoint", "local", "saved:1/weights/one"), parent="saved:1", key=key
+        )
+        for session in ("gone", "saved"):
+            ago = time.time() - seconds
+            registry.update("local", "session", session, touched_at=ago)
+            registry.update("local", "model", f"{session}:1", touched_at=ago)
+        end_unused(server)
+        runs = client.get("/api/v1/training_runs").json()["training_runs"]
+        assert {run["training_run_id"] for run in runs} == {"saved:1", "there:1"}
+        last = {run["training_run_id"]: run["last_checkpoint"] for run in runs}
+        assert last["saved:1"]["checkpoint_id"] == "weights/one"
+        found = client.get("/api/v1/sessions").json()["sessions"]
+        assert {*found} == {"saved", "there"}
+        for id in ("gone:1", "saved:1"):
+            again = server.hub.submit_last("local", id, Unload())
+            assert isinstance(again.outcome.result(timeout=60), Failed)
+        assert [one.id for one in server.hub.status().models] == ["there:1"]
 
 
 def test_passes_beyond_the_rate_of_a_tenant_wait(model, tmp_path, clock):
@@ -473,3 +531,10 @@ def test_a_server_ends_by_a_signal_and_keeps_others_out(tmp_path, capsys):
         assert process.wait() == 0
     assert time.monotonic() - begin < 10
     assert "what it has acknowledged is on the disk" in rest
+
+
+@pytest.mark.parametrize("host", ["x" * 70, "a..b"])
+def test_a_host_that_is_none_is_refused_before_anything_is_loaded(host):
+    config = ServeConfig(model="m", host=host, behind_proxy=True)
+    with pytest.raises(ConfigError, match=r"cannot listen .* Set another port"):
+        _bind(config)

@@ -146,7 +146,7 @@ def assert_replayed_bits_are_equal(folder, model, num_steps: int) -> None:
     try:
         for name in crash_load.MODELS:
             number = len(crash_load.operations(name, num_steps)) - (name == "c")
-            promise = hub._find(name, number)
+            promise = hub._promises.find(name, number)
             assert isinstance(promise.outcome.result(timeout=300), Done)
         assert hub.status().replayed_microbatches > num_steps
     finally:
@@ -184,6 +184,25 @@ def test_a_few_kills(tmp_path, model, processes):
     outcomes = live_through(processes, tmp_path / "killed", model, 7, kills)
     check(outcomes, 7)
     assert_replayed_bits_are_equal(tmp_path / "killed", model, 7)
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_a_datum_that_kills_the_server_is_refused(
+    tmp_path, model, processes, is_logged
+):
+    """It dies in company, is noted, and runs alone twice; all others are done."""
+    given = {"folder": str(tmp_path), "model": str(model), "is_logged": is_logged}
+    for number in range(1, 6):
+        output = tmp_path / f"{number}.txt"
+        assert processes.live(output, None, "", **given) == (number == 5)
+    lines = [line.split(" ", 2) for line in output.read_text().splitlines()]
+    outcomes = {key: json.loads(text) for _, key, text in lines}
+    refused = outcomes.pop("a:3")
+    assert refused["category"] == "user"
+    assert "died 4 times while datum 3 of it" in refused["message"]
+    results = {key: one["result"] for key, one in outcomes.items()}  # none has failed
+    steps = [results[key]["step"] for key in ("a:4", "a:6", "b:3", "b:5")]
+    assert steps == [1, 2, 1, 2]
 
 
 @pytest.mark.grid

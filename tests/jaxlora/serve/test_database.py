@@ -92,6 +92,11 @@ def test_threads_that_write_wait_for_each_other(database, database_url):
     ("url", "words"),
     [
         ("serve.db", "no URL of a database. Set sqlite:///PATH"),
+        ("postgresql://u:p@[::/x", "no URL of a database. Set sqlite:///PATH"),
+        ("postgresql://host/name", "has no user"),
+        ("sqlite:///", "names no file"),
+        ("sqlite:///:memory:", "names no file"),
+        ("sqlite:///a\0b", "has a null byte"),
         ("mysql://me@host/db", "neither sqlite:///PATH nor postgresql://"),
         ("nosql://me", "neither sqlite:///PATH nor postgresql://"),
     ],

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from jaxlora.config.session_config import AdamParams, SessionConfig
 from jaxlora.errors import ConfigError, StorageError
 from jaxlora.hf.load import load_model
-from jaxlora.serve import hub as module
+from jaxlora.serve import engine_thread, snapshots
 from jaxlora.serve.database import Database
-from jaxlora.serve.hub import Hub, HubSettings, SeqConflict, Unavailable
+from jaxlora.serve.hub import Hub, SeqConflict, Unavailable
 from jaxlora.serve.ledger import Logged
 from jaxlora.serve.operation import (
     Create,
@@ -31,6 +31,7 @@ from jaxlora.serve.operation import (
     encode,
     encode_outcome,
 )
+from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Storage
 from jaxlora.session.datum import ChosenLoss, Datum
 from jaxlora.session.engine import Engine
@@ -80,7 +81,7 @@ def hub(open_hub):
 
 def crash(hub: Hub) -> None:
     """Ends a hub as a crash does: it settles nothing and writes no snapshot."""
-    hub._end = lambda: None
+    hub._thread._end = lambda: None
     hub.stop()
 
 
@@ -103,11 +104,13 @@ def run(hub: Hub, *operations, model: str = "m", first: int = 1) -> list:
 
 def state(hub: Hub, model: str = "m") -> bytes:
     """The whole state of a model, whose operations are done, as a file has it."""
-    path = pathlib.Path(hub._storage._place._root) / "state"
-    begin = lambda: begin_state_file(hub.engine, hub._models[model].adapter)
-    if hub._thread.is_alive():  # which may be copying slots for a snapshot just now
+    path = pathlib.Path(hub._thread._shared.storage._place._root) / "state"
+    begin = lambda: begin_state_file(hub.engine, hub._promises.models[model].adapter)
+    if (
+        hub._thread._thread.is_alive()
+    ):  # which may be copying slots for a snapshot just now
         made: Future = Future()
-        hub._inbox.put(lambda: made.set_result(begin()))
+        hub._tasks.ask(lambda: made.set_result(begin()))
         made.result(timeout=60)(path)
     else:
         begin()(path)
@@ -295,7 +298,7 @@ def test_a_model_with_a_gap_fails(open_hub):
     other.outcome.result(timeout=60)
     for clock.now in (2.0, 599.0, 605.0):
         assert not late.outcome.done()
-        wait_for(lambda: hub._next_tick > clock.now)
+        wait_for(lambda: hub._thread._next_tick > clock.now)
     failed = late.outcome.result(timeout=60)
     assert failed.category == "user" and "operation 2 of model m" in failed.message
     for number in (2, 4):
@@ -335,7 +338,7 @@ def test_outcomes_are_forgotten_after_their_time(open_hub):
     run(hub, *ROUND, first=2)
     wait_for(lambda: hub._ledger.read().models)
     clock.now = 100.0
-    wait_for(lambda: ("m", 1) not in hub._by_number)
+    wait_for(lambda: ("m", 1) not in hub._promises._by_number)
     hub._ledger.flush()
     assert hub.promise("t", promise.request_id) is None
     with pytest.raises(ConfigError, match="seq_id=1 of model m ended long ago"):
@@ -348,7 +351,7 @@ def test_the_log_of_a_model_that_is_evaluated_does_not_grow(open_hub):
     clock = Clock()
     hub = open_hub(clock=clock, keep_seconds=-10.0, snapshot_steps=1)
     run(hub, CREATE, *ROUND)
-    wait_for(lambda: hub._models["m"].snapshot)
+    wait_for(lambda: hub._promises.models["m"].snapshot)
     evaluation = dataclasses.replace(training_pass(), is_training=False)
     for first in (5, 7):
         run(hub, evaluation, evaluation, first=first)
@@ -357,13 +360,37 @@ def test_the_log_of_a_model_that_is_evaluated_does_not_grow(open_hub):
     late = training_pass(1)  # its gradients are in no snapshot
     run(hub, late, evaluation, first=9)
     clock.now += 100.0
-    wait_for(lambda: hub._next_forgetting > clock.now)
+    wait_for(lambda: hub._thread._next_forgetting > clock.now)
     hub._ledger.flush()
     assert [one.seq_id for one in hub._ledger.read().operations] == [9, 10]
     crash(hub)
     again = open_hub()
     (step,) = run(again, STEP, first=11)
     assert step.result.step == 2 and step.result.grad_norm > 0
+
+
+def test_the_log_of_a_model_that_never_steps_does_not_grow(open_hub):
+    """Datums go when the result is there, and the rest after a snapshot at rest."""
+    clock = Clock()
+    hub = open_hub(clock=clock, keep_seconds=-10.0)
+    evaluation = dataclasses.replace(training_pass(), is_training=False)
+    _, wanted, _ = run(hub, CREATE, evaluation, evaluation)
+    hub._ledger.flush()
+    assert not any(one.encoded.data for one in hub._ledger.read().operations)
+    clock.now += 100.0
+    wait_for(lambda: hub._promises.models["m"].snapshot)
+    clock.now += 100.0
+    wait_for(lambda: not hub._ledger.read().operations)
+    run(hub, training_pass(1), first=4)  # its gradients are in the next snapshot
+    clock.now += 200.0
+    wait_for(lambda: hub._promises.models["m"].covered_seq == 4)
+    crash(hub)
+    again = open_hub()
+    found, step = run(again, evaluation, STEP, first=5)
+    assert again.status().replayed_microbatches == 0
+    for one, other in zip(found.result.logprobs, wanted.result.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+    assert step.result.step == 1 and step.result.grad_norm > 0
 
 
 def test_an_unloaded_model_leaves_nothing(open_hub, tmp_path):
@@ -384,6 +411,36 @@ def test_an_unloaded_model_leaves_nothing(open_hub, tmp_path):
     assert not [path for path in files if path.is_file()]
 
 
+def test_models_that_came_and_went_leave_nothing(open_hub):
+    clock = Clock()
+    hub = open_hub(clock=clock, keep_seconds=100.0)
+    wrong = dataclasses.replace(CREATE, rank=99)
+    given = {"stays": (CREATE,), "wrong": (wrong, STEP)}
+    given |= {f"m{number}": (CREATE, STEP, Unload(), STEP) for number in range(20)}
+    promises = [
+        hub.submit("t", name, number, one)
+        for name, operations in given.items()
+        for number, one in enumerate(operations, 1)
+    ]
+    for promise in promises:
+        promise.outcome.result(timeout=60)
+    gap = hub.submit("t", "gap", 2, STEP)
+    for clock.now in (2.0, 605.0):
+        wait_for(lambda: hub._thread._next_tick > clock.now)
+    assert isinstance(gap.outcome.result(timeout=60), Failed)
+    clock.now = 800.0
+    wait_for(lambda: [*hub._promises.models] == ["stays"])
+    hub._ledger.flush()
+    with hub._ledger._database.reading() as connection:
+        counts = [
+            connection.scalar(sa.text(f"select count(*) from {table}"))
+            for table in ("operations", "pieces", "hub_models")
+        ]
+    assert counts == [1, 0, 0]
+    assert not hub._promises._by_id and not hub.knows("m1", 1)
+    assert isinstance(run(hub, CREATE, model="m1")[0], Done)
+
+
 def test_a_load_outlives_its_checkpoint(open_hub):
     """Also one that fails: the model stays as it was."""
     hub = open_hub()
@@ -395,7 +452,7 @@ def test_a_load_outlives_its_checkpoint(open_hub):
     again, first = run(hub, fresh, STEP, model="n", first=3)
     assert [type(one) for one in (loaded, again)] == [Done, Done]
     assert (step.result.step, first.result.step) == (2, 1)
-    hub._storage.delete("t/m/one")
+    hub._thread._shared.storage.delete("t/m/one")
     missing, second = run(hub, load, STEP, model="n", first=5)
     assert "there is no t/m/one" in missing.message and second.result.step == 2
     wanted = state(hub, "n")
@@ -405,6 +462,20 @@ def test_a_load_outlives_its_checkpoint(open_hub):
     assert state(hub, "n") == wanted
 
 
+def test_an_operation_whose_outcome_was_lost_is_done_after_the_crash(
+    open_hub, monkeypatch
+):
+    """What it has changed was on disk before."""
+    hub = open_hub()
+    run(hub, CREATE)
+    monkeypatch.setattr(hub._ledger, "finish", lambda *_: Future())
+    promise = hub.submit("t", "m", 2, Unload())
+    wait_for(lambda: hub._promises.models["m"].covered_seq == 2)
+    crash(hub)
+    found = open_hub().promise("t", promise.request_id)
+    assert isinstance(found.outcome.result(timeout=60), Done)
+
+
 @pytest.mark.parametrize("is_mine", [True, False])
 def test_a_crash_after_a_checkpoint_was_written(open_hub, is_mine):
     """It is the operation's own if that had begun to write it."""
@@ -412,7 +483,7 @@ def test_a_crash_after_a_checkpoint_was_written(open_hub, is_mine):
     save = Save(checkpoint="t/m/one", kind="state")
     promise = hub.submit("t", "m", 2, save)
     promise.accepted.result(timeout=60)
-    with hub._storage.writing("t/m/one") as path:
+    with hub._thread._shared.storage.writing("t/m/one") as path:
         path.write_bytes(b"")
     if is_mine:
         hub._ledger.begin("m", 2)
@@ -456,23 +527,23 @@ def test_a_snapshot_of_the_engine_before_an_error_is_not_used(
     """The model is brought from the earlier one to where it was."""
     hub, waiting = open_hub(snapshot_steps=1), []
     run(hub, CREATE, *ROUND)
-    wait_for(lambda: hub._models["m"].snapshot)
-    work_on = hub._work_on
-    monkeypatch.setattr(hub, "_work_on", waiting.append)
+    wait_for(lambda: hub._promises.models["m"].snapshot)
+    run_elsewhere = hub._tasks.run
+    monkeypatch.setattr(hub._tasks, "run", waiting.append)
     run(hub, *ROUND, first=5)
     wait_for(lambda: waiting)
-    covered = hub._models["m"].covered_seq
+    covered = hub._promises.models["m"].covered_seq
     fails(monkeypatch, times=1)
     assert isinstance(run(hub, training_pass(3), first=8)[0], Done)
     assert hub.status().restarts == 1
-    monkeypatch.setattr(hub, "_work_on", work_on)
+    monkeypatch.setattr(hub._tasks, "run", run_elsewhere)
     bits = state(hub)
     with monkeypatch.context() as patch:  # it was copied before the error
-        patch.setattr(module, "write_state", lambda path, *_: path.write_bytes(b""))
+        patch.setattr(snapshots, "write_state", lambda path, *_: path.write_bytes(b""))
         waiting[0]()
-    wait_for(hub._inbox.empty)
+    wait_for(lambda: not hub._tasks.is_busy)
     run(hub, CREATE, model="n")
-    assert hub._models["m"].covered_seq == covered
+    assert hub._promises.models["m"].covered_seq == covered
     crash(hub)
     again = open_hub()
     run(again, CREATE, model="k")
@@ -518,6 +589,49 @@ def test_an_operation_that_breaks_the_engine_fails_alone(open_hub, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_strikes_of_earlier_processes(open_hub, is_done):
+    """What is done and cannot be done again ends its model, and no other one."""
+    hub = open_hub(starts=is_done)
+    given = [CREATE, training_pass()]
+    promises = [hub.submit("t", "m", i, one) for i, one in enumerate(given, 1)]
+    for promise in promises[: 2 * is_done]:
+        promise.outcome.result(timeout=60)
+    hub._ledger.attempt({("m", 2, 1): 4, ("m", 2, 0): 4, ("gone", 1, 0): 4}).result()
+    crash(hub)
+    again = open_hub()
+    (other,) = run(again, CREATE, model="n")
+    assert isinstance(other, Done)
+    found = again.promise("t", promises[1].request_id).outcome.result(timeout=60)
+    (step,) = run(again, STEP, first=3)
+    assert isinstance(found, Done) == isinstance(step, Failed) == is_done
+    failed = step if is_done else found
+    assert failed.category == "user" and "of it was on the device" in failed.message
+    assert again.status().replayed_microbatches == 0
+    again._ledger.flush()
+    assert not again._ledger.read().attempts
+    assert len(again._ledger.read().pieces) == (not is_done)  # that of the step
+
+
+def test_what_was_on_the_device_at_a_death_runs_alone(open_hub, monkeypatch):
+    """And so in each further replay, with the same bits."""
+    hub = open_hub()
+    run(hub, CREATE, *ROUND)
+    (piece, *_) = hub._ledger.read().pieces
+    key = piece.parts[0].key
+    hub._ledger.attempt({key: 2}).result()
+    crash(hub)
+    again = open_hub()
+    run(again, Save(checkpoint="t/m/one", kind="state"), first=5)
+    wanted, read = state(again), again._ledger.read()
+    assert [p.key for one in read.pieces for p in one.parts if p.is_alone] == [key]
+    assert not read.attempts
+    crash(again)
+    third = open_hub()
+    run(third, Save(checkpoint="t/m/two", kind="state"), first=6)
+    assert state(third) == wanted
+
+
 def test_an_engine_that_cannot_be_made_anew_ends_the_hub(open_hub, monkeypatch):
     """And the next process goes on."""
     hub = open_hub()
@@ -547,7 +661,7 @@ def test_an_end_while_the_database_is_away_and_the_engine_is_made_anew(
         raise StorageError("the database is away.")
 
     errors = fails(monkeypatch, times=1)
-    monkeypatch.setattr(module, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(engine_thread, "END_SECONDS", 0.1)
     monkeypatch.setattr(hub._ledger, "_commit", fail)
     late = hub.submit("t", "m", 2, training_pass())
     wait_for(lambda: errors)

@@ -1,6 +1,7 @@
 """What the ledger holds is always all that was handed in before some moment."""
 
 import contextlib
+import dataclasses
 import pathlib
 import shutil
 
@@ -68,6 +69,11 @@ def test_everything_is_as_it_was_handed_in(ledger):
     pieces = [piece(0, 96, ("a", 3), ("b", 3)), piece(1, 0, ("a", 2))]
     for one in pieces:
         ledger.queue(one)
+    alone = dataclasses.replace(pieces[0].parts[1], is_alone=True)
+    pieces[0] = dataclasses.replace(pieces[0], parts=(pieces[0].parts[0], alone))
+    ledger.queue(pieces[0])  # it runs otherwise from now on
+    ledger.attempt({("a", 3, 0): 2, ("b", 3, 0): 2})
+    ledger.attempt({("a", 3, 0): 3})
     ledger.flush()
     found = ledger.read()
     assert [(one.model, one.seq_id) for one in found.operations] == [
@@ -80,6 +86,7 @@ def test_everything_is_as_it_was_handed_in(ledger):
     assert ledger.find("a", 4).has_begun and not ledger.find("b", 4).has_begun
     assert ledger.find("a", 9) is None and ledger.find_request("b-9") is None
     assert found.pieces == tuple(pieces) and found.models == ()
+    assert found.attempts == {("a", 3, 0): 3}
 
 
 def test_snapshots_cut_the_log(ledger, clock):

@@ -20,12 +20,14 @@ from jaxlora import Callback, LoraJob, RunConfig, Trainer
 from jaxlora.config.serve_config import ServeConfig, ServerSession
 from jaxlora.config.session_config import AdamParams
 from jaxlora.data.tokenizer import load_tokenizer
+from jaxlora.errors import StorageError
 from jaxlora.hf.load import load_model
 from jaxlora.serve.app import make_app, make_server
 from jaxlora.serve.history import History, Rates
 from jaxlora.serve.operation import Create, Done, Pass, Step, Unload
 from jaxlora.serve.run_page import serve_run
 from jaxlora.serve.server import Server
+from jaxlora.serve.view import Point
 from jaxlora.session.datum import ChosenLoss
 from jaxlora.session.samples import SampleCall
 from tests import tiny
@@ -174,7 +176,8 @@ def test_a_job_is_shown_by_its_name(served, tmp_path):
         f"{jobs}/uploads/{rows.name}", headers=head, content=rows.read_bytes()
     )
     assert sent.is_success, sent.text
-    job = {"name": "orders", "data": {"path": rows.name}, "rank": 4, "steps": 2}
+    data = {"data": {"path": rows.name}, "eval_fraction": 0.4}
+    job = {"name": "orders", "rank": 4, "steps": 2, "batch_size": 2} | data
     added = httpx.post(f"{jobs}/jobs", headers=head, json=job)
     assert added.is_success, added.text
 
@@ -186,7 +189,20 @@ def test_a_job_is_shown_by_its_name(served, tmp_path):
     (found,) = [r for r in served.state("alice")["models"] if r["name"] == "orders"]
     assert found["state"] == "finished"
     assert (found["step"], found["num_steps"], found["rank"]) == (2, 2, 4)
-    assert [p[0] for p in served.state("alice")["points"][found["id"]]] == [1, 2]
+    # Its losses are those of its metrics; passes have weights of other sums.
+    lines = httpx.get(
+        f"{jobs}/jobs/orders/metrics", headers={"X-API-Key": served.keys["alice"]}
+    ).json()["metrics"]
+    wanted = [(x["step"], x.get("loss"), x.get("eval_loss")) for x in lines]
+    points = served.state("alice")["points"][found["id"]]
+    assert [one[0] for one in points] == [0, 1, 2, 2]
+    for point, values in zip(points, wanted, strict=True):
+        assert point[:3] == pytest.approx(values, rel=1e-5)
+    call = SampleCall(
+        version=job.adapter, prompt=(5,), num_samples=1, max_tokens=1, seed=0
+    )
+    served.server.hub.sample("alice", call, job.adapter).result(timeout=60)
+    assert served.state("alice")["samples"][0]["model"] == "orders"
     assert not any(r["name"] == "orders" for r in served.state("bob")["models"])
 
 
@@ -273,8 +289,10 @@ def test_curves_go_on_after_a_restart(served, tmp_path, caplog):
     first, second, damaged = History(path), History(path), History(path)
     first.load()
     assert not caplog.records
-    first.follow(served.server.hub)
+    first.follow(served.server.hub, served.server.jobs)
     served.do("alice", "a5:train:0", CREATE, training_pass(), STEP)
+    served.do("alice", "a6:train:0", CREATE, training_pass(), Unload())
+    assert not first._sums  # a model that never steps leaves nothing either
     first.save()
     second.load()
     last = second.curves.last("a5:train:0")
@@ -285,6 +303,22 @@ def test_curves_go_on_after_a_restart(served, tmp_path, caplog):
     path.write_text('{"points": {"a": [["x", 1]]}}')
     damaged.load()
     assert "is damaged, so curves begin anew" in caplog.text
+
+
+def test_curves_that_could_not_be_saved_are_saved_later(tmp_path, monkeypatch):
+    def full(*_):
+        raise StorageError("no space left")
+
+    history = History(tmp_path / "curves.json")
+    history.curves.add("m", Point(1, loss=2.0))
+    history.tenants["m"] = "alice"
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxlora.serve.history.write_text", full)
+        history.save()
+    history.save()
+    again = History(tmp_path / "curves.json")
+    again.load()
+    assert again.curves.last("m") == history.curves.last("m") is not None
 
 
 # ---- in a browser --------------------------------------------------------------------

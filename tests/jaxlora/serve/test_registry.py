@@ -115,3 +115,34 @@ def test_what_is_over_and_what_is_not_in_use(registry, clock):
     assert [entry.id for entry in registry.lapsed("session", 300, 90)] == []
     registry.update("alice", "checkpoint", "short", expires_at=None)
     assert registry.expired("checkpoint") == []
+
+
+def test_clients_that_came_and_went_leave_what_they_have_saved(registry, clock):
+    for number in range(50):
+        registry.add("session", "alice", f"s{number}")
+        model = f"s{number}:m"
+        registry.add("model", "alice", model, parent=f"s{number}")
+        registry.add("sampler", "alice", f"s{number}:s", parent=f"s{number}")
+        if number == 7:
+            registry.add("checkpoint", "alice", f"{model}/weights/a", parent=model)
+    ids = lambda kind: {entry.id for entry in registry.list("alice", kind)}
+    clock.now += 100
+    registry.touch("alice", "session", "s1")  # it has a heartbeat
+    registry.touch("alice", "model", "s2:m")  # they are used without one
+    registry.note_use(registry.owned("alice", "sampler", "s3:s"))
+    unused = registry.unused_models(100)
+    assert {entry.id for entry in unused} == ids("model") - {"s1:m", "s2:m"}
+    registry.delete_unused(100)  # the models are not unloaded yet
+    assert len(ids("model")) == len(ids("session")) == 50
+    assert ids("sampler") == {"s1:s", "s3:s"}
+    for entry in unused:
+        registry.update("alice", "model", entry.id, unloaded=True)
+    assert registry.unused_models(100) == []
+    registry.delete_unused(100)
+    assert ids("model") == {"s1:m", "s2:m", "s7:m"}
+    assert ids("session") == {"s1", "s2", "s3", "s7"}
+    registry.delete("alice", "checkpoint", "s7:m/weights/a")
+    clock.now += 100
+    registry.delete_unused(100)
+    assert ids("model") == {"s1:m", "s2:m"} and ids("session") == {"s1", "s2"}
+    assert ids("sampler") == set()

@@ -72,7 +72,7 @@ def test_versions_are_published_and_opened_after_a_restart(started):
         beside = hub.sample("t", call(named), named)  # opens it at the same time
         again, *gone = (one.result(timeout=60) for one in found)
         assert tokens(beside.result(timeout=60)) == tokens(again)
-        assert len([*hub._samples.published._folder.iterdir()]) == 1
+        assert len([*hub._sampling.samples.published._folder.iterdir()]) == 1
         assert tokens(again) == tokens(first)
         assert all(isinstance(one, Failed) for one in gone)
         assert "no published version" in gone[0].message
@@ -92,4 +92,4 @@ def test_training_goes_on_beside_samples(started):
         assert len(found.completions) == 40
         (scored,) = [hub.sample("t", call("base", max_tokens=0, prompt_logprobs=True))]
         assert len(scored.result(timeout=60).prompt_logprobs) == 3
-    assert not hub._samples._asked
+    assert not hub._sampling.samples._asked

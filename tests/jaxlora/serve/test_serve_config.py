@@ -1,10 +1,23 @@
 """The file of a server: what it may say, and what is refused."""
 
 import ipaddress
+import math
+from typing import Any
 
+import hypothesis
 import pytest
+import yaml
+from hypothesis import strategies as st
 
-from jaxlora.config.serve_config import Quota, ServeConfig, load_serve
+from jaxlora.config.serve_config import (
+    Quota,
+    RequestLimits,
+    Retention,
+    ServeConfig,
+    ServerSession,
+    load_serve,
+)
+from jaxlora.config.session_config import SamplingConfig
 from jaxlora.errors import ConfigError
 
 FILE = """\
@@ -45,8 +58,16 @@ def test_settings_come_from_the_file_and_the_command_line(path):
         (["keys=maybe"], "expected true or false"),
         (["train_unembed=never"], "'refuse' or 'ignore'"),
         (["quotas.alice.wieght=9"], "Did you mean 'weight'?"),
-        (["quotas.al.weight=0"], "must be greater than 0"),
+        (["quotas.al.weight=0"], "must be greater than or equal to 0.001"),
         (["session.microbatch_tokens=100"], "no multiple of block_tokens=64"),
+        (["snapshots.steps=0"], "snapshots.steps=0: must be greater than 0"),
+        (["snapshots.seconds=0"], "must be greater than 0"),
+        (["snapshots.minutes=2"], "unknown key 'minutes'"),
+        (["quotas.al.weight=1e9"], "must be less than or equal to 1000"),
+        (["quotas.Alice.models=1"], "quotas: 'Alice' is no tenant"),
+        (["retention.promise_seconds=1"], "must be greater than or equal to 60"),
+        (["sampling.cache_tokens=1000"], "Set it to 1024 or more, or lower part_tok"),
+        (["sampling.versions=1000000"], "must be less than or equal to 65536"),
         (["host"], "give settings as KEY=VALUE."),
     ],
 )
@@ -67,6 +88,66 @@ def test_all_problems_of_a_file_are_listed_with_their_lines(tmp_path):
     path.write_text("- a\n")
     with pytest.raises(ConfigError, match="a server file is a mapping with the keys"):
         load_serve(path)
+
+
+SECTIONS = {
+    "session": ServerSession,
+    "sampling": SamplingConfig,
+    "limits": RequestLimits,
+    "retention": Retention,
+    "quotas.default": Quota,
+}
+# What rules between settings say of these is left out if the others are wrong.
+RULED = {"session.microbatch_tokens", "sampling.cache_tokens"}
+KEYS = [f"{name}.{key}" for name, kind in SECTIONS.items() for key in kind.model_fields]
+VALUES = [
+    *(0, -1, 1, 7, 64, 4096, 2**20, 2**31, 2**53, 2**64, 10**400),
+    *(0.5, 1e-308, 1e308, math.inf, -math.inf, math.nan),
+    *(None, True, "", "auto", "8", "layer", [], [64], [64, "x"], {}, {"a": 1}),
+]
+
+
+def _read(path, settings: dict[str, Any]) -> ServeConfig:
+    """Reads a file with these settings, by dotted key."""
+    values: dict[str, Any] = {"model": "m"}
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        own = values
+        for name in sections:
+            own = own.setdefault(name, {})
+        own[last] = value
+    path.write_text(yaml.safe_dump(values))
+    return load_serve(path)
+
+
+@pytest.fixture(scope="module")
+def any_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("config") / "serve.yaml"
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    st.dictionaries(st.sampled_from(KEYS), st.sampled_from(VALUES), max_size=6)
+)
+def test_any_values_are_taken_or_refused_by_their_keys(any_file, given):
+    """All that are wrong by themselves are named at once, each with its value."""
+    wrong = set()
+    for key, value in given.items():
+        try:
+            _read(any_file, {key: value})
+        except ConfigError:
+            wrong.add(key)
+    try:
+        config = _read(any_file, given)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        for key in wrong - RULED:
+            (line,) = [one for one in lines if f": {key}" in one]
+            assert len(line) < 400
+        assert wrong or len(given) > 1  # a rule between two
+    else:
+        assert not wrong
+        assert ServeConfig.model_validate(config.model_dump()) == config
 
 
 CERTIFICATE = {"certificate": "c.pem", "key": "k.pem"}

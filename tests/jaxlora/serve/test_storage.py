@@ -94,6 +94,14 @@ def test_deleted_things_are_gone_and_may_come_again(storage):
     assert storage.size("alice/other") == 1
 
 
+def test_no_empty_folders_are_left(tmp_path):
+    storage = Storage(tmp_path / "files")
+    put(storage, KEY, {"a": b"1"})
+    put(storage, "alice/other", b"1")
+    storage.delete(KEY)
+    assert [path.name for path in (tmp_path / "files" / "alice").iterdir()] == ["other"]
+
+
 @pytest.mark.parametrize(
     "key",
     [

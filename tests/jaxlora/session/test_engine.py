@@ -169,6 +169,7 @@ def test_steps_are_those_of_adamw_in_float64(opened):
             rate,
             betas=(b1, b2),
             eps=eps,
+            lora_plus_ratio=number,
             weight_decay=decay,
             grad_clip_norm=most,
         ).result()
@@ -180,7 +181,8 @@ def test_steps_are_those_of_adamw_in_float64(opened):
             moments[path] = m, v
             root = np.sqrt(v / (1 - b2**number)) + eps
             update = m / (1 - b1**number) / root + decay * weights[path]
-            weights[path] = weights[path] - rate * update
+            ratio = number if path.endswith("lora_b") else 1
+            weights[path] = weights[path] - rate * ratio * update
     for path, wanted in weights.items():
         found = state(session, "a")[f"params {path}"]
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=2e-5)

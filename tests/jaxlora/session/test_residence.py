@@ -148,6 +148,28 @@ def test_a_fresh_adapter_without_a_slot_can_be_read(session, tmp_path):
         assert_same(state(session, name), state(session, "f"))
 
 
+def test_adapters_that_never_had_a_slot_go_to_files(tiny_model, make_adapter, tmp_path):
+    """Fresh ones and those with a saved state, and they continue with the same bits."""
+    names, folder = "abcdefgh", tmp_path / "cold"
+    plain = new(tiny_model, make_adapter, names)
+    train(plain, "f", 1)
+    data = datums(np.random.default_rng(9))
+    plain.forward_backward("f", data).result()
+    plain.save_state("f", tmp_path / "f.safetensors")
+    bounded = new(tiny_model, make_adapter, names, host_bytes=1, folder=folder)
+    bounded.load("saved", tmp_path / "f.safetensors")
+    adapters = bounded._engine.adapters
+    assert [adapters[name].place for name in (*"fgh", "saved")] == ["file"] * 4
+    plain.load("saved", tmp_path / "f.safetensors")
+    for name in ("g", "saved"):
+        assert_same(state(bounded, name), state(plain, name))
+    for session in (plain, bounded):
+        train(session, "g", 1)
+        session.optim_step("saved", RATE).result()
+    for name in ("g", "h", "saved"):
+        assert_same(state(bounded, name), state(plain, name))
+
+
 def test_an_adapter_that_cannot_be_written_stays_in_memory(
     tiny_model, make_adapter, tmp_path, monkeypatch, caplog
 ):

@@ -62,6 +62,25 @@ def test_events_carry_what_happened(config, model):
     assert [e["event"] for e in logged] == [e.kind for e in events if e.is_logged]
 
 
+def test_checkpoints_go_by_the_clock(config, two_layers, tmp_path):
+    """A short run writes the last one only. A pipeline counts rounds instead."""
+
+    def rounds(name, **settings):
+        jobs = config.jobs[:1]
+        found = two_slots(two_layers, tmp_path / name, jobs, **settings)
+        recorder = Recorder()
+        Trainer(found, two_layers).train(callbacks=[recorder])
+        saved = [e.folder.name for e in recorder.events if e.kind == "checkpoint"]
+        return [int(name) for name in saved], recorder.events[-1].round
+
+    saved, last = rounds("default")
+    assert saved == [last]
+    saved, last = rounds("often", checkpoint_seconds=1e-6)
+    assert saved == list(range(1, last + 1))
+    saved, last = rounds("stages", checkpoint_seconds=1e-6, mesh="stage=2")
+    assert saved == [last]
+
+
 class StopAt(Callback):
     """Stops a job at a step, and pauses another."""
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +15,6 @@ from jaxlora.models.slot_modules import SLOT_MODULES
 from jaxlora.modules.slot_shape import SlotShape
 from jaxlora.modules.variants.dora import MAGNITUDE
 from jaxlora.modules.variants.vera import VERA_B
-from jaxlora.pallas_kernels import Nf4Weight
 from jaxlora.plan.job.slot_spec import check_fits
 from jaxlora.plan.memory.estimate import scratch_bytes, step_bytes
 from jaxlora.plan.memory.footprint import stage_resident
@@ -26,6 +24,7 @@ from tests.jaxlora.train.runs import ONE_STAGE, tiny_spec, trained_tensors
 from tests.jaxlora.train.test_contracts import ROUNDING, assert_same_training
 from tests.jaxlora.train.test_vera import vera
 from tests.oracle import relative_error
+from tests.pallas_kernels.quantized.weights import dequantized, quantized
 
 
 def dora(job: LoraJob, **changes) -> LoraJob:
@@ -142,9 +141,9 @@ def test_magnitudes_start_from_the_norms_of_what_is_multiplied(linear_shapes):
     )
     rng = np.random.default_rng(0)
     w = rng.normal(size=(64, 128)).astype(np.float32)
-    quantized = Nf4Weight.quantize(jnp.asarray(w))
+    in_nf4 = quantized("nf4", w)
     targets = resolve_targets(job, list(linear_shapes))
-    for kernel, dense in ((w.T, w.T), (quantized, quantized.dequantize(jnp.float32).T)):
+    for kernel, dense in ((w.T, w.T), (in_nf4, dequantized(in_nf4).T)):
         found = fresh_adapter(job, targets, dict.fromkeys(targets, kernel))
         norms = np.linalg.norm(np.asarray(dense, np.float64), axis=0)
         for weights in found.modules.values():

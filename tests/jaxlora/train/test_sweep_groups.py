@@ -21,7 +21,7 @@ from jaxlora.run.lock import read_owner
 from jaxlora.sweeps.engine import run
 from jaxlora.sweeps.engine.group_control import GroupControl
 from jaxlora.sweeps.engine.group_plan import GroupPlan, GroupPlans
-from jaxlora.sweeps.engine.launch import divide
+from jaxlora.sweeps.engine.launch import Process, divide, divide_cores
 from tests.jaxlora.train.runs import run_of, write_swept_job
 from tests.jaxlora.train.thread_workers import ThreadWorkers, use_threads
 
@@ -265,6 +265,20 @@ def test_settings_of_groups_are_checked(make):
         divide(meshes, {"CUDA_VISIBLE_DEVICES": "0,1,-1,2,3"})  # CUDA stops at -1
     found = divide(meshes[:1] * 2, {"CUDA_VISIBLE_DEVICES": "3,5,6,7"})
     assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == ["3,5", "6,7"]
+
+
+def test_each_group_has_cores_of_its_own(tmp_path):
+    meshes = Sweep(groups=[2, 1]).meshes("")
+    first, second = divide_cores(meshes, range(3, 16))
+    assert (list(first), list(second)) == ([*range(3, 11)], [*range(11, 16)])
+    assert divide_cores(meshes, range(11)) == [None, None]  # too few
+    assert divide_cores(meshes[:1], range(16)) == [None]  # all are its own
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    command = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+    Process(command, tmp_path, {}, b"", [core]).ending(None)
+    assert (tmp_path / "worker.log").read_text() == f"{{{core}}}\n"
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.grid

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlora.pallas_kernels import Mxfp4Weight
+from tests.pallas_kernels.quantized.weights import dequantized, quantized
 
 
 def test_codes_and_scales_are_those_of_the_format():
@@ -18,7 +19,7 @@ def test_codes_and_scales_are_those_of_the_format():
     exact = pairs.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     exact *= 2.0 ** (scale.astype(np.float64) - 127)
     for dtype in (jnp.float32, jnp.bfloat16):
-        found = np.asarray(weight.dequantize(dtype), np.float64)
+        found = np.asarray(dequantized(weight, dtype), np.float64)
         np.testing.assert_array_equal(found, exact)
 
 
@@ -28,21 +29,21 @@ def test_quantized_values_are_the_nearest_and_come_back_as_they_are():
         np.float32
     )
     w[0] = np.resize([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -5.0], 64)
-    weight = Mxfp4Weight.quantize(jnp.asarray(w))
+    weight = quantized("mxfp4", w)
     weight.check()
     blocks = w.reshape(8, 2, 32)
     power = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(2, keepdims=True))) - 2)
     scaled = np.clip(blocks / power, -6, 6)
     nearest = scaled.astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * power
-    found = weight.dequantize(jnp.float32)
+    found = dequantized(weight)
     np.testing.assert_array_equal(found, nearest.reshape(w.shape))
-    again = Mxfp4Weight.quantize(found)
-    np.testing.assert_array_equal(again.dequantize(jnp.float32), found)
+    again = quantized("mxfp4", found)
+    np.testing.assert_array_equal(dequantized(again), found)
 
 
 def test_a_weight_of_zeros_stays_zero():
-    weight = Mxfp4Weight.quantize(jnp.zeros((2, 32)))
-    assert not np.asarray(weight.dequantize(jnp.bfloat16)).any()
+    weight = quantized("mxfp4", np.zeros((2, 32), np.float32))
+    assert not np.asarray(dequantized(weight, jnp.bfloat16)).any()
 
 
 def test_other_widths_are_refused():

@@ -50,7 +50,7 @@ class JobClient(TestClient):
 
     def wait(self, name, until=lambda job: job["status"] in OVER):
         """Returns a job as soon as it is as wanted."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not until(job := self.job(name)):
             assert job["status"] != "failed", job["reason"]
             assert time.monotonic() < deadline, job

@@ -23,10 +23,10 @@ BASE = {
     "seed": 3,
 }
 EVALUATED = {"eval_fraction": 0.25, "eval_every": 2}
-# What is tested is in the names: objectives, ranks by pattern, best evaluations.
+# What is tested is in the names: objectives, and settings of modules and rates.
 JOBS = {
     "sft": BASE | EVALUATED | {"epochs": 1.5, "data": "rows.jsonl"},
-    "patterns": BASE
+    "settings": BASE
     | {
         "data": "rows.jsonl",
         "steps": 3,
@@ -34,9 +34,13 @@ JOBS = {
         "use_rslora": True,
         "layers_to_transform": [1],
         "lr_schedule": "linear",
+        "lora_plus_ratio": 4,
         "learning_rate": 1e-2,
     },
     "dpo": BASE | EVALUATED | {"objective": "dpo", "data": "pairs.jsonl"},
+    "simpo": BASE | {"objective": "simpo", "data": "pairs.jsonl"},
+    "cpo": BASE | {"objective": "cpo", "data": "pairs.jsonl"},
+    "orpo": BASE | EVALUATED | {"objective": "orpo", "data": "pairs.jsonl"},
     "kto": BASE | {"objective": "kto", "data": "pairs.jsonl"},
 }
 

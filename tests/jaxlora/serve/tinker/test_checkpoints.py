@@ -225,6 +225,11 @@ def test_a_finished_session_ends_its_models(api):
     assert found["status"]["reason"]["type"] == "errored"
     other = api.model()
     assert api.result(api.post("unload_model", model_id=other))["model_id"] == other
+    promises = api.server.hub._promises
+    promises._by_number.clear()  # as after a while
+    assert other in promises.drop_models(lambda one: one.is_unloaded)
+    late = api.submit(pass_request(other, 2, DATA))
+    assert late.status_code == 422 and "was unloaded" in late.json()["detail"]
 
 
 def test_a_session_that_was_not_finished_wholly_is_finished_later(api, monkeypatch):

@@ -79,26 +79,6 @@ def test_sampler_and_trainer_agree(api, published):
     assert np.abs(np.subtract(base["prompt_logprobs"][1:], expected)).max() > 1e-3
 
 
-def test_a_sampler_is_looked_up_once(api, published, monkeypatch):
-    """By its own tenant; another one still has none by its id."""
-    _, sampler = published
-    wanted = api.result(ask(api, sampler, 0))
-    other, looked_up = api.as_tenant("bob"), []
-    owned = api.server.registry.owned
-
-    def count(tenant, kind, id, **given):
-        looked_up.append((tenant, kind))
-        return owned(tenant, kind, id, **given)
-
-    monkeypatch.setattr(api.server.registry, "owned", count)
-    assert api.result(ask(api, sampler, 1)) == wanted
-    assert looked_up == []
-    body = {"prompt": {"chunks": []}, "sampling_params": GREEDY}
-    body |= {"sampling_session_id": sampler, "seq_id": 0}
-    assert other.send("POST", "asample", json=body).status_code == 404
-    assert looked_up == [("bob", "sampler")]
-
-
 def test_samples_in_protobuf(api, published):
     promise = ask(
         api,
