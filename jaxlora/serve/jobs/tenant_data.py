@@ -89,7 +89,7 @@ class TenantData:
         _check_name(name)
         key = _key(tenant, name)
         if key in self._uploading:
-            raise ConfigError(f"{name} is being uploaded already. Wait for its end.")
+            raise Taken(f"{name} is being uploaded already. Wait for its end.")
         self._uploading.add(key)
         try:
             await self._store(tenant, name, chunks)
