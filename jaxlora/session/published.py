@@ -26,7 +26,7 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.parked_slot import without_values
 from jaxlora.adapters.settings_table import SettingsTable
-from jaxlora.adapters.slot_state import padded_rows, zero_tables
+from jaxlora.adapters.slot_state import Tables, padded_rows, zero_tables
 from jaxlora.common.job_name import BASE
 from jaxlora.errors import ConfigError, StorageError
 from jaxlora.generate.loaded import NO_ADAPTER, LoadedDecoder, LoadedStage
@@ -92,7 +92,7 @@ class Published:
         self._engine, self._spec = engine, _sampling_spec(engine.spec, num_slots)
         self._settings = SettingsTable(self._spec)
         self._shapes = _shapes(self._spec)
-        self._tables = zero_tables(self._shapes)
+        self._tables = self._empty_tables()
         self._num_files = num_files
         self._slots: list[Version | None] = [None] * num_slots
         self._versions: dict[str, Version] = {}
@@ -110,6 +110,15 @@ class Published:
                 self._made_folder = pathlib.Path(made)
                 weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
             return self._made_folder
+
+    def _empty_tables(self) -> Tables:
+        """Returns tables of zeros on the engine's device.
+
+        JAX would compile programs for arrays that are not bound to a device, and again
+        for their results, which are.
+        """
+        place = jax.tree.leaves(self._engine.table.weights)[0].sharding
+        return jax.device_put(zero_tables(self._shapes), place)
 
     @property
     def decoder(self) -> LoadedDecoder:
@@ -144,7 +153,7 @@ class Published:
                 version.num_pinned = 0
         if not any(table.is_deleted() for table in self._tables.values()):
             return
-        self._tables = zero_tables(self._shapes)
+        self._tables = self._empty_tables()
         for name, version in list(self._versions.items()):
             if version.slot is not None:
                 self._empty(version)
