@@ -54,9 +54,11 @@ class Quota(StrictModel):
     Attributes:
         models: Models that are not unloaded.
         slots: Models that are in slots of the device at the same time.
-        pending_tokens: Tokens of requests that are not done. Further ones are refused
-            with 429, and clients send them again.
-        tokens_per_second: Tokens of passes a second on average; more of them wait.
+        pending_tokens: Tokens of requests that are not done: those of passes, and
+            those of prompts with the most that samples may have. Further ones are
+            refused with 429, and clients send them again.
+        tokens_per_second: Tokens of passes, prompts and samples a second on average;
+            more of them wait.
         storage_bytes: Bytes of checkpoints and uploads.
         weight: Share of the device beside other tenants that wait for it, too.
     """
@@ -77,6 +79,8 @@ class RequestLimits(StrictModel):
         upload_bytes: Bytes of an uploaded file of training data.
         open_bytes: Bytes of the bodies of all requests of a tenant that are being
             answered. Further ones are refused with 429.
+        kept_bytes: Bytes of a tenant's samples that are kept after they were drawn.
+            Beyond it, the oldest are dropped, and first those that were sent already.
         body_seconds: Seconds without a byte after which the server gives up a body.
         datums: Datums.
         tokens: Tokens of all datums. The longest datum is bounded by
@@ -87,6 +91,7 @@ class RequestLimits(StrictModel):
     body_bytes: PositiveInt = 64 * 2**20
     upload_bytes: PositiveInt = 2**30
     open_bytes: PositiveInt = 2**30
+    kept_bytes: PositiveInt = 2**30
     body_seconds: PositiveFloat = 60.0
     datums: PositiveInt = 4096
     tokens: PositiveInt = 2**20

@@ -327,7 +327,7 @@ class Batch:
     # ---- work ------------------------------------------------------------------------
 
     def _parts_of(self, taken: Sequence[Sequence[int]]) -> Iterator[Callable[[], None]]:
-        """Yields what runs prompts in parts, and copies them to the other rows.
+        """Yields what runs prompts in parts; the last part copies them to other rows.
 
         Args:
             taken: The rows of each prompt, the first of which runs it.
@@ -341,11 +341,10 @@ class Batch:
             some = [self._rows[i] for i in first]
             some += [None] * (len(numbers) - len(first))
         longest = max(len(row.request.token_ids) for row in some if row is not None)
-        for start in range(0, longest, self.shape.part_tokens):
+        *starts, last = range(0, longest, self.shape.part_tokens)
+        for start in starts:
             yield functools.partial(self._run_part, some, numbers, start)
-        for row, *others in taken:
-            if others:
-                yield functools.partial(self._repeat, row, others)
+        yield functools.partial(self._run_last_part, some, numbers, last, taken)
 
     def _run_part(
         self, rows: list[_Row | None], numbers: np.ndarray | None, start: int
@@ -380,6 +379,19 @@ class Batch:
         score = self._programs.scorer(num_top)
         self._state, scores = score(*given, ids[1])
         self._scored.append((rows, num_new, scores))
+
+    def _run_last_part(
+        self,
+        rows: list[_Row | None],
+        numbers: np.ndarray | None,
+        start: int,
+        taken: Sequence[Sequence[int]],
+    ) -> None:
+        """Queues the last part of prompts, and their copies."""
+        self._run_part(rows, numbers, start)
+        for row, *others in taken:
+            if others:
+                self._repeat(row, others)
 
     def _repeat(self, row: int, others: Sequence[int]) -> None:
         """Queues copies of a prompt."""

@@ -31,6 +31,7 @@ from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.operation import Failed
 from jaxlora.serve.registry import NotFound
 from jaxlora.serve.server import Server
+from jaxlora.serve.tinker.bodies import LARGE_BODY
 from jaxlora.serve.tinker.checkpoints import readable
 from jaxlora.session.samples import SampleCall, SampleResult
 
@@ -464,7 +465,9 @@ def router(server: Server, jobs: Jobs) -> APIRouter:
     @made.post("/chat/completions")
     async def chat(request: Request, who: Taster) -> Response:
         """Answers a chat, at once or as the tokens come."""
-        asked = _asked(await request.body())
+        body = await request.body()
+        is_large = len(body) > LARGE_BODY
+        asked = await asyncio.to_thread(_asked, body) if is_large else _asked(body)
         found = await chats.chat(who, asked)
         if asked.stream:
             return StreamingResponse(found.events(), media_type="text/event-stream")

@@ -70,8 +70,9 @@ class Hub:
             database: Where the ledger is.
             settings: Settings; None: the defaults.
             sampling: Settings of sampling; None: the defaults.
-            limits: Hold passes of tenants that have used their tokens a second; None:
-                nothing does.
+            limits: Hold passes and samples of tenants that have used their tokens a
+                second, and refuse samples beyond the pending tokens; None: nothing
+                does.
             folder: See `Published`.
             clock: Returns seconds, for gaps and snapshots.
 
@@ -83,7 +84,7 @@ class Hub:
         self._tasks, self._meter = Tasks(), Meter(clock)
         self._promises = Promises(self._ledger, clock)
         config = sampling or SamplingConfig()
-        self._sampling = Sampling(engine, config, folder, storage, self._tasks)
+        self._sampling = Sampling(engine, config, folder, storage, self._tasks, limits)
         shared = Shared(
             settings=settings or HubSettings(),
             storage=storage,
@@ -298,6 +299,7 @@ class Hub:
 
         Raises:
             Unavailable: Nothing can be accepted at the moment.
+            OverQuota: The tenant has too many pending tokens.
         """
         self._check_accepts()
         call = dataclasses.replace(call, tenant=tenant)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from jaxlora.common.job_name import BASE
 from jaxlora.config.session_config import SamplingConfig
+from jaxlora.serve.limits import Limits
 from jaxlora.serve.operation import Failed
 from jaxlora.serve.storage import Storage
 from jaxlora.serve.tasks import Tasks
@@ -59,14 +60,23 @@ class Sampling:
         folder: pathlib.Path | None,
         storage: Storage,
         tasks: Tasks,
+        limits: Limits | None = None,
     ):
         """Makes the object; see `Samples` for the first three arguments."""
-        self.samples = Samples(engine, config, folder)
+        self.samples, self._limits = Samples(engine, config, folder, limits), limits
         self.listeners: list[Callable[[SampleCall, SampleResult], None]] = []
         self._storage, self._tasks = storage, tasks
 
     def ask(self, asked: Asked) -> None:
-        """Takes a call, and opens its version from the storage if it has to."""
+        """Takes a call, and opens its version from the storage if it has to.
+
+        Raises:
+            OverQuota: Its tenant has too many pending tokens.
+        """
+        if (limits := self._limits) is not None:
+            tenant, tokens = asked.call.tenant, asked.call.num_tokens
+            limits.begin(tenant, tokens)
+            asked.outcome.add_done_callback(lambda _: limits.end(tenant, tokens))
         asked.outcome.add_done_callback(lambda _: self._note_end(asked))
         self._tasks.ask(lambda: self._open(asked))
 

@@ -26,14 +26,16 @@ from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.files.peft_import import import_peft
 from jaxlora.adapters.parked_slot import without_values
 from jaxlora.adapters.settings_table import SettingsTable
-from jaxlora.adapters.slot_state import Tables, padded_rows, zero_tables
+from jaxlora.adapters.slot_state import padded_rows, zero_tables
 from jaxlora.common.job_name import BASE
 from jaxlora.errors import ConfigError, StorageError
 from jaxlora.generate.loaded import NO_ADAPTER, LoadedDecoder, LoadedStage
+from jaxlora.generate.programs import Programs, Tables, programs_of
 from jaxlora.models.options import DecoderOptions
 from jaxlora.models.spec import DecoderSpec
 from jaxlora.models.structure import linear_shapes
 from jaxlora.modules.trained_tensors import tensor_of
+from jaxlora.plan.memory.footprint import num_bytes
 from jaxlora.session.engine import Engine, OpenAdapter
 
 
@@ -79,7 +81,7 @@ class Published:
         num_files: int | None = None,
         folder: pathlib.Path | None = None,
     ):
-        """Makes empty slots.
+        """Makes the object; slots take memory when they are used first.
 
         Args:
             engine: The engine.
@@ -90,9 +92,7 @@ class Published:
                 ones.
         """
         self._engine, self._spec = engine, _sampling_spec(engine.spec, num_slots)
-        self._settings = SettingsTable(self._spec)
         self._shapes = _shapes(self._spec)
-        self._tables = self._empty_tables()
         self._num_files = num_files
         self._slots: list[Version | None] = [None] * num_slots
         self._versions: dict[str, Version] = {}
@@ -100,6 +100,14 @@ class Published:
         self._parent = folder
         self._made_folder: pathlib.Path | None = None
         self._making_folder = threading.Lock()  # threads that read folders may need it
+
+    @functools.cached_property
+    def _settings(self) -> SettingsTable:
+        return SettingsTable(self._spec)
+
+    @functools.cached_property
+    def _tables(self) -> Tables:
+        return self._empty_tables()
 
     @property
     def _folder(self) -> pathlib.Path:
@@ -132,9 +140,15 @@ class Published:
         return LoadedDecoder(stages=(stage,))
 
     @property
+    def programs(self) -> Programs:
+        """The functions of the decoder."""
+        place = next(iter(self._engine.model.params.values())).sharding
+        return programs_of(((self._spec, place),))
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all slots."""
-        return sum(table.nbytes for table in self._tables.values())
+        return num_bytes(self._shapes)
 
     def prepare(self) -> None:
         """Compiles, or loads, what publishing needs."""

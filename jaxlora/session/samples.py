@@ -8,15 +8,15 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.common.job_name import BASE
-from jaxlora.config.session_config import SamplingConfig
+from jaxlora.config.session_config import LEAST_PARTS, SamplingConfig
 from jaxlora.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlora.errors import ConfigError, DeviceError, StorageError
 from jaxlora.generate.answer_text import AnswerText
@@ -30,6 +30,7 @@ from jaxlora.plan.memory.device_memory import format_bytes
 from jaxlora.plan.memory.footprint import num_bytes
 from jaxlora.programs.program import Prepared
 from jaxlora.session.engine import Engine
+from jaxlora.session.prompt_turns import Beginner, PromptTurns
 from jaxlora.session.published import Published, Version
 from jaxlora.session.sampler import (
     Completion,
@@ -71,7 +72,8 @@ class SampleCall:
         prompt_logprobs: Whether to return log-probabilities of the prompt's tokens.
         topk_prompt_logprobs: Number of the most likely tokens to return for each
             position of the prompt; 0: none.
-        tenant: Whose it is. Free places go to the tenant that has the fewest.
+        tenant: Whose it is. Free rows go to the tenant that has the fewest, divided by
+            its weight.
     """
 
     version: str
@@ -87,6 +89,24 @@ class SampleCall:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     tenant: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and of all samples at most."""
+        return len(self.prompt) + self.num_samples * self.max_tokens
+
+
+@runtime_checkable
+class TokenRates(Protocol):
+    """Tells whose tokens a second are used up."""
+
+    def may_run(self, tenant: str) -> bool:
+        """Whether the next sequence of a tenant may begin."""
+        ...
+
+    def spend(self, tenant: str, tokens: int) -> None:
+        """Counts tokens of a tenant."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,6 +147,7 @@ class _Asked:
         max_tokens: Largest number of tokens of a sample.
         cache_tokens: Places in the cache of the rows that its samples take.
         num_sequences: Sequences to generate; samples without tokens are all the same.
+        num_begun: Sequences that have begun, or join the rows now.
         answers: The sequences that have begun.
         num_left: Sequences that have not ended.
         scored: The sequence whose prompt is scored for the call.
@@ -142,6 +163,7 @@ class _Asked:
     max_tokens: int
     cache_tokens: int
     num_sequences: int
+    num_begun: int = 0
     answers: list[Answer] = dataclasses.field(default_factory=list)
     num_left: int = 0
     scored: Answer | None = None
@@ -163,16 +185,23 @@ class _Asked:
                 self.on_tokens(number, *new)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether some of its sequences have not begun."""
-        return len(self.answers) < self.num_sequences
-
-    @property
     def num_top(self) -> int | None:
         """See `Request.num_top`."""
         call = self.call
         is_scored = call.prompt_logprobs or call.topk_prompt_logprobs
         return call.topk_prompt_logprobs if is_scored else None
+
+    @property
+    def prompt(self) -> Beginner:
+        """Its prompt, when it begins."""
+        return Beginner(self.call.tenant, is_scored_only=not self.call.max_tokens)
+
+    @property
+    def line(self) -> "_Line":
+        """The line in which it waits."""
+        num_top = self.num_top
+        has_top = None if num_top is None else bool(num_top)
+        return _Line(self.prompt, self.cache_tokens, has_top)
 
     def result(self) -> SampleResult:
         """Returns the result, when all sequences have ended."""
@@ -198,6 +227,21 @@ class _Asked:
         )
 
 
+class _Line(NamedTuple):
+    """What calls have in common of which the first one begins first.
+
+    Attributes:
+        prompt: Their tenant, and whether they are only scored.
+        cache_tokens: Places of their rows.
+        has_top: Whether their prompts are scored with likely tokens; None: they are
+            not scored.
+    """
+
+    prompt: Beginner
+    cache_tokens: int
+    has_top: bool | None
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Lane:
     """Rows of one size of the cache.
@@ -205,19 +249,29 @@ class _Lane:
     Attributes:
         batch: The rows.
         running: The sequences in them that have not ended, with their calls.
+        prompts: Prompts whose parts run.
         step_seconds: Time of a step, as it was measured last.
+        part_seconds: Time of a part of prompts, or more, if the host came late to look.
         last_turn: Number of its last piece of work, among those of all lanes.
     """
 
     batch: Batch
     running: list[tuple[_Asked, Answer]] = dataclasses.field(default_factory=list)
+    prompts: set[Beginner] = dataclasses.field(default_factory=set)
     step_seconds: float = _PIECE_SECONDS / 8
+    part_seconds: float = math.inf
     last_turn: int = 0
 
     @property
     def tokens(self) -> int:
         """Places in its cache."""
         return self.batch.shape.num_rows * self.batch.shape.cache_tokens
+
+    @property
+    def generating(self) -> set[str]:
+        """The tenants whose sequences generate here."""
+        calls = [asked.call for asked, _ in self.running]
+        return {call.tenant for call in calls if call.max_tokens}
 
 
 class Samples:
@@ -237,6 +291,7 @@ class Samples:
         engine: Engine,
         config: SamplingConfig,
         folder: pathlib.Path | None = None,
+        rates: TokenRates | None = None,
     ):
         """Makes the object; programs are compiled, or loaded, when they are needed.
 
@@ -244,19 +299,26 @@ class Samples:
             engine: The engine, whose thread alone uses the object.
             config: Settings.
             folder: See `Published`.
+            rates: Hold sequences of tenants that have used their tokens a second; None:
+                nothing does.
         """
         self.published = Published(
             engine, config.versions, config.file_versions, folder
         )
-        self.published.prepare()
         self._engine, self._model, self._config = engine, engine.model, config
         self._cache_size = _cache_size(engine, config, self.published)
-        self._asked: list[_Asked] = []
+        self.published.prepare()
+        self._rates = rates
+        self._asked: dict[SampleCall, _Asked] = {}
+        # Those with sequences that have not begun, in their order, with their numbers.
+        self._waiting: dict[_Line, collections.OrderedDict[_Asked, int]] = {}
+        self._numbers = itertools.count()
         self._lanes: dict[int, _Lane] = {}  # by places of a row
+        self._prompt_turns = PromptTurns(_PIECE_SECONDS)
         # By places of a row, and whether prompts are scored, with likely tokens.
         self._prepared: dict[tuple[int, bool | None], list[Prepared]] = {}
-        # With the number of tokens, and the seconds until it was queued.
-        self._in_flight: tuple[_Lane, int, float] | None = None
+        # With the number of tokens, and the seconds when queueing began and ended.
+        self._in_flight: tuple[_Lane, int, float, float] | None = None
         self._mark = jax.jit(lambda: jnp.zeros(()))
         self._turns = itertools.count(1)
         self._credit, self._since, self._is_idle = 0.0, 0.0, True
@@ -301,6 +363,7 @@ class Samples:
             ConfigError: There is no such version, or a setting or the prompt cannot be
                 used.
         """
+        assert call not in self._asked
         _check(call, self._model.config)
         if call.stop_texts:
             assert self._tokenizer  # it is read here, where an error is the call's own
@@ -323,16 +386,19 @@ class Samples:
         )
         if version is not None:
             self.published.hold(version)
-        self._asked.append(asked)
+        self._asked[call] = asked
+        line = self._waiting.setdefault(asked.line, collections.OrderedDict())
+        line[asked] = next(self._numbers)
 
     def cancel(self, call: SampleCall) -> None:
         """Ends a call, which gets no result any more; one that is done stays so."""
-        for asked in [one for one in self._asked if one.call is call]:
-            for lane in self._lanes.values():
-                for _, answer in [one for one in lane.running if one[0] is asked]:
-                    lane.batch.cancel(answer)
-                    self._end_sequence(lane, asked, answer)
-            self._end(asked)
+        if (asked := self._asked.get(call)) is None:
+            return
+        for lane in self._lanes.values():
+            for _, answer in [one for one in lane.running if one[0] is asked]:
+                lane.batch.cancel(answer)
+                self._end_sequence(lane, asked, answer)
+        self._end(asked)
 
     def _cache_tokens(self, prompt: int, max_tokens: int) -> int:
         """Returns the size of the rows for a sequence, which its own lengths decide.
@@ -358,13 +424,23 @@ class Samples:
     def _end_sequence(self, lane: _Lane, asked: _Asked, answer: Answer) -> None:
         lane.running = [one for one in lane.running if one[1] is not answer]
         asked.num_left -= 1
+        if self._rates is not None:
+            self._rates.spend(asked.call.tenant, len(answer.token_ids))
         if asked.version is not None:
             self.published.unpin(asked.version)
 
     def _end(self, asked: _Asked) -> None:
-        self._asked.remove(asked)
+        del self._asked[asked.call]
+        self._leave_line(asked)
         if asked.version is not None:
             self.published.let_go(asked.version)
+
+    def _leave_line(self, asked: _Asked) -> None:
+        """Lets a call wait no more, all of whose sequences have begun or ended."""
+        if (line := self._waiting.get(asked.line)) is not None:
+            line.pop(asked, None)
+            if not line:
+                del self._waiting[asked.line]
 
     # ---- rows ------------------------------------------------------------------------
 
@@ -419,21 +495,28 @@ class Samples:
 
     def _admit(self) -> None:
         """Gives free rows to sequences that wait, those of the least tenant first."""
-        joining: dict[int, list[_Asked]] = {}
+        weight = self._engine.queue.weight
         running = [one for lane in self._lanes.values() for one in lane.running]
         taken = collections.Counter(asked.call.tenant for asked, _ in running)
-        begun: collections.Counter[_Asked] = collections.Counter()
-        waiting = [asked for asked in self._asked if asked.is_waiting]
-        while waiting:
-            asked = min(waiting, key=lambda one: taken[one.call.tenant])
-            size = asked.cache_tokens
-            if not self._is_ready(asked):
-                waiting.remove(asked)
+        generating = [lane.generating for lane in self._lanes.values()]
+        self._prompt_turns.follow(set().union(*generating))
+        joining: dict[int, list[_Asked]] = {}
+        firsts = {line: next(iter(own.items())) for line, own in self._waiting.items()}
+
+        def order(line: _Line) -> tuple[float, int]:
+            tenant = line.prompt.tenant
+            return (taken[tenant] + 1) / weight(tenant), firsts[line][1]
+
+        while firsts:
+            line = min(firsts, key=order)
+            asked, size = firsts[line][0], line.cache_tokens
+            if not self._may_begin(asked, joining):
+                del firsts[line]
                 continue
             if (lane := self._lane(size, joining)) is None:
                 break  # nobody overtakes it, so that there is room at some time
             if len(joining.get(size, ())) >= lane.batch.num_free:
-                waiting.remove(asked)
+                del firsts[line]
                 continue
             try:
                 is_there = (
@@ -442,23 +525,55 @@ class Samples:
                 )
             except StorageError as error:
                 # None of its sequences run, as its version is not on the device.
-                waiting.remove(asked)
                 self._end(asked)
                 asked.on_error(error)
-                continue
-            if not is_there:
-                break
-            joining.setdefault(size, []).append(asked)
-            taken[asked.call.tenant] += 1
-            begun[asked] += 1
-            if len(asked.answers) + begun[asked] == asked.num_sequences:
-                waiting.remove(asked)
+            else:
+                if not is_there:
+                    break
+                joining.setdefault(size, []).append(asked)
+                taken[asked.call.tenant] += 1
+                asked.num_begun += 1
+                if asked.num_begun == asked.num_sequences:
+                    self._leave_line(asked)
+            if (own := self._waiting.get(line)) is None:
+                del firsts[line]
+            else:
+                firsts[line] = next(iter(own.items()))
         for size, every in joining.items():
             self._join(self._lanes[size], every)
+
+    def _may_begin(
+        self, asked: _Asked, joining: Mapping[int, Sequence[_Asked]]
+    ) -> bool:
+        """Whether a sequence may begin now, if there is a row for it.
+
+        Args:
+            asked: Its call.
+            joining: The calls whose sequences begin now, by the places of their rows.
+        """
+        if not self._is_ready(asked):
+            return False
+        if self._rates is not None and not self._rates.may_run(asked.call.tenant):
+            return False
+        if asked in joining.get(asked.cache_tokens, ()):
+            return True  # its prompt runs once for all
+        delayed = self._prompt_turns.delayed(asked.prompt)
+        if not delayed:
+            return True
+        # While they delay others, few prompts of a tenant begin at a time.
+        every = itertools.chain.from_iterable(joining.values())
+        beginning = {one for one in every if one.prompt == asked.prompt}
+        lanes = [lane for lane in self._lanes.values() if lane.running]
+        if len(beginning) == _PROMPT_ROWS or any(
+            asked.prompt in lane.prompts for lane in lanes
+        ):
+            return False
+        return not self._prompt_turns.is_behind(delayed)
 
     def _join(self, lane: _Lane, every: Sequence[_Asked]) -> None:
         """Begins sequences; those with the same prompt run it once."""
         prompts: dict[Any, list[_Asked]] = {}
+        lane.prompts |= {asked.prompt for asked in every}
         for asked in every:
             call = asked.call
             key = asked.num_top, len(call.prompt), call.version, call.prompt
@@ -467,6 +582,7 @@ class Samples:
         order = sorted(prompts, key=lambda key: (-1 if key[0] is None else key[0], key))
         for _, some in itertools.groupby(order, key=lambda key: key[0]):
             groups = [prompts[key] for key in some]
+            self._spend_prompts(groups)
             requests = [self._requests(group) for group in groups]
             for group, answers in zip(groups, lane.batch.join(requests), strict=True):
                 for asked, answer in zip(group, answers, strict=True):
@@ -474,6 +590,12 @@ class Samples:
                     lane.running.append((asked, answer))
                     if asked.num_top is not None:
                         asked.scored = asked.scored or answers[0]
+
+    def _spend_prompts(self, groups: Sequence[Sequence[_Asked]]) -> None:
+        """Counts the tokens of prompts, each for the tenant of its first sequence."""
+        if self._rates is not None:
+            for first, *_ in groups:
+                self._rates.spend(first.call.tenant, len(first.call.prompt))
 
     def _requests(self, group: Sequence[_Asked]) -> list[Request]:
         """Returns the next requests of calls with the same prompt."""
@@ -560,10 +682,9 @@ class Samples:
             return 0.0
         self._admit()
         lanes = [lane for lane in self._lanes.values() if lane.running]
-        lanes.sort(key=lambda lane: (not lane.batch.runs_prompts, lane.last_turn))
         if not lanes:
             return 0.0
-        lane = lanes[0]
+        lane = min(lanes, key=self._order)
         lane.last_turn = next(self._turns)
         lane.batch.decoder = self.published.decoder  # versions may have come since
         # It is ready when all is done that was queued before.
@@ -571,19 +692,34 @@ class Samples:
         began = time.perf_counter()
         steps = lane.batch.queue(max(int(_PIECE_SECONDS / lane.step_seconds), 1))
         seconds = time.perf_counter() - began
-        self._in_flight = lane, steps, seconds
+        self._in_flight = lane, steps, began, seconds
         return seconds
+
+    def _order(self, lane: _Lane) -> tuple[bool, bool, int]:
+        """Orders lanes: late tokens first, then prompts, then lanes by turns."""
+        runs_prompts = lane.batch.runs_prompts
+        is_late = not runs_prompts and self._prompt_turns.is_behind(lane.generating)
+        return not is_late, not runs_prompts, lane.last_turn
 
     def _settle(self) -> float:
         """Takes the results of the piece that is queued; returns its other seconds."""
         if self._in_flight is None:
             return 0.0
-        (lane, steps, before), self._in_flight = self._in_flight, None
+        (lane, steps, queued, before), self._in_flight = self._in_flight, None
         began = time.perf_counter()
         lane.batch.settle()
-        seconds = time.perf_counter() - began
+        now = time.perf_counter()
+        seconds = now - began
         if steps:
             lane.step_seconds = max((before + seconds) / steps, 1e-6)
+            self._prompt_turns.add_tokens(lane.generating, before + seconds)
+        else:
+            # The device had nothing else to do when the part was queued, so it took no
+            # longer than this, and often less than when training was queued behind it.
+            lane.part_seconds = min(lane.part_seconds, now - queued)
+            self._prompt_turns.add_prompts(lane.prompts, lane.part_seconds)
+            if not lane.batch.runs_prompts:
+                lane.prompts.clear()
         for asked in {id(asked): asked for asked, _ in lane.running}.values():
             asked.tell()
         for asked, answer in [one for one in lane.running if one[1].finish_reason]:
@@ -606,9 +742,10 @@ class Samples:
             for asked, answer in list(lane.running):
                 self._end_sequence(lane, asked, answer)
         self._lanes.clear()
+        self._waiting.clear()
         self._in_flight = None
         self.published.renew(self._engine)
-        for asked in list(self._asked):
+        for asked in list(self._asked.values()):
             self._end(asked)
             asked.on_error(DeviceError(message))
 
@@ -648,9 +785,9 @@ def _cache_size(engine: Engine, config: SamplingConfig, published: Published) ->
     Raises:
         ConfigError: There is no memory for them beside the session.
     """
-    least = _LEAST_ROWS * 2 * config.part_tokens
+    least = LEAST_PARTS * config.part_tokens
     empty = functools.partial(
-        published.decoder.programs.empty, _LEAST_ROWS, 2 * config.part_tokens
+        published.programs.empty, _LEAST_ROWS, 2 * config.part_tokens
     )
     of_token = num_bytes(jax.eval_shape(empty).cache) / least
     need = engine.memory_estimate
@@ -660,7 +797,7 @@ def _cache_size(engine: Engine, config: SamplingConfig, published: Published) ->
     wanted = config.cache_tokens
     if wanted == "auto":
         # Programs need some of the memory, too.
-        wanted = int(min(_MOST_CACHE, _CACHE_SHARE * most) // least * least)
+        wanted = int(min(max(_MOST_CACHE, least), _CACHE_SHARE * most) // least * least)
     said = (
         f"{config.versions} versions {format_bytes(versions)}, and caches of {wanted} "
         f"tokens {format_bytes(wanted * of_token)}"
@@ -670,8 +807,9 @@ def _cache_size(engine: Engine, config: SamplingConfig, published: Published) ->
         raise ConfigError(
             f"sampling needs {said}, at least {least} tokens of them, beside the "
             f"session's {format_bytes(need.total_bytes)}, and there are "
-            f"{format_bytes(need.available.num_bytes)}. Lower cache_tokens or versions "
-            "of sampling, or slots, rank or microbatch_tokens of the session."
+            f"{format_bytes(need.available.num_bytes)}. Lower cache_tokens, "
+            "part_tokens or versions of sampling, or slots, rank or microbatch_tokens "
+            "of the session."
         )
     logger.info("memory of sampling: %s", said)
     return wanted

@@ -130,6 +130,10 @@ class FairQueue:
         assert weight > 0
         self._weights[tenant] = weight
 
+    def weight(self, tenant: Hashable) -> float:
+        """Returns the weight of a tenant."""
+        return self._weights.get(tenant) or self._weight_of(tenant)
+
     def next(self, waiting: Iterable[WaitingBatch]) -> Turn:
         """Chooses what runs next, and counts it as run.
 
@@ -272,8 +276,7 @@ class _Filling:
         chosen.samples += samples
         chosen.tokens[owner] = chosen.tokens.get(owner, 0) + tokens
         chosen.owners.setdefault(batch.tenant, set()).add(owner)
-        weight = queue._weights.get(batch.tenant) or queue._weight_of(batch.tenant)
-        queue._times[batch.tenant] += added / weight
+        queue._times[batch.tenant] += added / queue.weight(batch.tenant)
 
     def _take_part(self, batch: WaitingBatch) -> WaitingBatch | None:
         """Takes samples of a batch that does not fit, the longest first.

@@ -27,6 +27,9 @@ PROTOBUF = "application/x-protobuf"
 LARGEST_INT = 2**31 - 1
 LARGEST_SEQ_ID = 2**62
 _SMALL_BODY = 2**20  # bytes of a body without training data or a prompt
+# Bodies and results of more bytes are coded in another thread, so that other requests
+# go on.
+LARGE_BODY = 2**17
 # Checkpoints are files; their names also are parts of URLs.
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
 _DTYPES = {

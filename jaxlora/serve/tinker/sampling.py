@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Annotated, Any
@@ -27,6 +27,8 @@ from jaxlora.session.samples import SampleCall, SampleResult
 
 SampleOutcome = SampleResult | Failed
 _SEEDS = 2**31
+# Estimates of memory: a number in a tuple; and what a request has beside its numbers.
+_NUMBER_BYTES, _REQUEST_BYTES = 36, 4096
 
 MaySample = Annotated[Principal, Depends(allowed("sample"))]
 
@@ -38,6 +40,7 @@ class Sample:
     Attributes:
         request_id: Its id.
         tenant: The tenant.
+        number: Its sampler, and its number there.
         digest: Hash of its body.
         call: The call.
         last: How many of the last tokens of the prompt are scored; None: all.
@@ -46,10 +49,26 @@ class Sample:
 
     request_id: str
     tenant: str
+    number: tuple[str, int]
     digest: bytes
     call: SampleCall
     last: int | None
     outcome: Future[SampleOutcome]
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory that it takes, after it has ended."""
+        num = len(self.call.prompt)
+        if not self.outcome.cancelled():
+            result = self.outcome.result()
+            if isinstance(result, SampleResult):
+                num += 2 * sum(len(one.tokens) for one in result.completions)
+                num += len(result.prompt_logprobs or ())
+                # A tuple of two numbers takes as much as four.
+                num += 4 * sum(
+                    map(len, filter(None, result.topk_prompt_logprobs or ()))
+                )
+        return num * _NUMBER_BYTES + _REQUEST_BYTES
 
     def answer(self, *, as_protobuf: bool) -> Response:
         """Returns the answer with the outcome, which is there."""
@@ -61,11 +80,35 @@ class Sample:
         return sample_answer(self.call, outcome, self.last, as_protobuf=as_protobuf)
 
 
-class Samplers:
-    """Samplers of clients, and the samples that they ask for.
+class _Kept:
+    """Samples of a tenant that have ended and that it may ask for, bounded in bytes."""
 
-    Any thread may use it, but for `submit`.
-    """
+    def __init__(self):
+        self._num_bytes = 0
+        # The oldest first, with their bytes.
+        self._sent: OrderedDict[Sample, int] = OrderedDict()
+        self._unsent: OrderedDict[Sample, int] = OrderedDict()
+
+    def add(self, sample: Sample) -> None:
+        self._unsent[sample] = sample.num_bytes
+        self._num_bytes += sample.num_bytes
+
+    def note_sent(self, sample: Sample) -> None:
+        if sample in self._unsent:
+            self._sent[sample] = self._unsent.pop(sample)
+
+    def remove(self, sample: Sample) -> None:
+        self._num_bytes -= self._sent.pop(sample, 0) + self._unsent.pop(sample, 0)
+
+    def excess(self, most: int) -> Sample | None:
+        """Returns what goes next, if there are more bytes; the last one stays."""
+        if self._num_bytes <= most or len(self._sent) + len(self._unsent) < 2:
+            return None
+        return next(iter(self._sent or self._unsent))
+
+
+class Samplers:
+    """Samplers of clients, and the samples that they ask for. Any thread may use it."""
 
     def __init__(self, server: Server, *, clock: Callable[[], float] = time.monotonic):
         """Makes the object for a server.
@@ -78,7 +121,8 @@ class Samplers:
         self._lock = threading.Lock()
         self._samples: dict[str, Sample] = {}
         self._by_number: dict[tuple[str, int], Sample] = {}
-        self._ended: deque[tuple[float, str, tuple[str, int]]] = deque()
+        self._ended: deque[tuple[float, str]] = deque()
+        self._kept: defaultdict[str, _Kept] = defaultdict(_Kept)
 
     def add(
         self,
@@ -174,7 +218,7 @@ class Samplers:
         return sampler
 
     def submit(self, sampler: Entry, content: bytes, body: bodies.Sample) -> Sample:
-        """Accepts a request for samples. Only the thread of the server calls this.
+        """Accepts a request for samples.
 
         Args:
             sampler: Its sampler.
@@ -182,30 +226,29 @@ class Samplers:
             body: The body, decoded.
 
         Raises:
-            JaxloraError: It cannot be done.
+            JaxloraError: It cannot be done, or a quota is used up.
             HTTPException: Its number has another request.
         """
         assert body.seq_id is not None
         number, digest = (sampler.id, body.seq_id), hashlib.sha256(content).digest()
-        with self._lock:
-            known = self._by_number.get(number)
-        if known is not None:
-            return _checked(known, digest)
         call = self._call(sampler, body)
-        sample = Sample(
-            request_id=secrets.token_hex(16),
-            tenant=sampler.tenant,
-            digest=digest,
-            call=call,
-            last=body.prompt_logprobs_last_n,
-            outcome=self._server.hub.sample(
-                sampler.tenant, call, sampler.fields["key"]
-            ),
-        )
         with self._lock:
             self._forget()
+            if (known := self._by_number.get(number)) is not None:
+                return _checked(known, digest)
+            sample = Sample(
+                request_id=secrets.token_hex(16),
+                tenant=sampler.tenant,
+                number=number,
+                digest=digest,
+                call=call,
+                last=body.prompt_logprobs_last_n,
+                outcome=self._server.hub.sample(
+                    sampler.tenant, call, sampler.fields["key"]
+                ),
+            )
             self._samples[sample.request_id] = self._by_number[number] = sample
-        sample.outcome.add_done_callback(lambda _: self._end(sample, number))
+        sample.outcome.add_done_callback(lambda _: self._end(sample))
         return sample
 
     def cancel(self, tenant: str, request_id: str) -> None:
@@ -213,16 +256,30 @@ class Samplers:
         if (found := self.promise(tenant, request_id)) is not None:
             found.outcome.cancel()
 
-    def _end(self, sample: Sample, number: tuple[str, int]) -> None:
+    def note_sent(self, sample: Sample) -> None:
+        """Notes that the client gets a sample, which goes before others then."""
         with self._lock:
-            self._ended.append((self._clock(), sample.request_id, number))
+            self._kept[sample.tenant].note_sent(sample)
+
+    def _end(self, sample: Sample) -> None:
+        most = self._server.config.limits.kept_bytes
+        with self._lock:
+            self._ended.append((self._clock(), sample.request_id))
+            kept = self._kept[sample.tenant]
+            kept.add(sample)
+            while (oldest := kept.excess(most)) is not None:
+                self._drop(oldest)
 
     def _forget(self) -> None:
         """Forgets what has ended long ago."""
         before = self._clock() - self._server.config.retention.promise_seconds
         while self._ended and self._ended[0][0] < before:
-            _, request_id, number = self._ended.popleft()
-            del self._samples[request_id], self._by_number[number]
+            if (found := self._samples.get(self._ended.popleft()[1])) is not None:
+                self._drop(found)
+
+    def _drop(self, sample: Sample) -> None:
+        del self._samples[sample.request_id], self._by_number[sample.number]
+        self._kept[sample.tenant].remove(sample)
 
     def _call(self, sampler: Entry, body: bodies.Sample) -> SampleCall:
         """Returns the call of a request for samples.
@@ -323,9 +380,12 @@ def router(server: Server, samplers: Samplers) -> APIRouter:
     @api.post("/asample")
     async def asample(who: MaySample, request: Request) -> Any:
         content = await request.body()
-        body = bodies.parsed(content, bodies.Sample)
-        sampler = await asyncio.to_thread(samplers.owned, who, body)
-        sample = samplers.submit(sampler, content, body)
+
+        def accept() -> Sample:
+            body = bodies.parsed(content, bodies.Sample)
+            return samplers.submit(samplers.owned(who, body), content, body)
+
+        sample = await asyncio.to_thread(accept)
         ids = [f"{sample.request_id}:{i}" for i in range(sample.call.num_samples)]
         return {"request_id": sample.request_id, "sample_sequence_ids": ids}
 

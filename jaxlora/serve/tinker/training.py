@@ -9,6 +9,7 @@ promise then fails, as a gap would hold up all requests after it.
 import asyncio
 import functools
 import math
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ from jaxlora.serve.operation import (
     Step,
     Unload,
 )
-from jaxlora.serve.registry import Entry, NotFound, Taken
+from jaxlora.serve.registry import Entry, NotFound
 from jaxlora.serve.server import Server
 from jaxlora.serve.tinker import bodies
 from jaxlora.serve.tinker.answers import answer, waiting
@@ -47,8 +48,6 @@ LORA_ALPHA = 32.0  # of all models, as the client has no setting for it
 DEFAULT_RANK = 32
 # The client gives up a poll after 45 seconds.
 POLL_SECONDS = 30.0
-# Bodies of more bytes are decoded in another thread, so that other requests go on.
-_LARGE_BODY = 2**17
 _RETRY_SECONDS = 1.0
 _MOST_KNOWN = 10_000
 _NOTE_SECONDS = 60.0  # how exactly a client is told when a model was last used
@@ -70,6 +69,7 @@ class Models:
     def __init__(self, server: Server):
         """Makes the object for a server."""
         self._server = server
+        self._adding = threading.Lock()  # of two at once, each would miss the other
         self._known: dict[tuple[str, str], Entry] = {}
         self._noted: dict[str, float] = {}  # when a model's use was noted, in seconds
 
@@ -136,11 +136,11 @@ class Models:
         server = self._server
         if server.registry.owned(who.tenant, "session", session).fields.get("finished"):
             raise ConfigError(f"session {session!r} has finished. Begin another.")
-        try:
-            server.registry.owned(who.tenant, "model", id)
-        except NotFound:
-            server.limits.check_new_model(who.tenant)
+        with self._adding:
             try:
+                server.registry.owned(who.tenant, "model", id)
+            except NotFound:
+                server.limits.check_new_model(who.tenant)
                 server.registry.add(
                     "model",
                     who.tenant,
@@ -150,8 +150,6 @@ class Models:
                     lora=dict(lora),
                     metadata=bodies.texts(metadata),
                 )
-            except Taken:  # the same request, at the same time
-                server.registry.owned(who.tenant, "model", id)
 
     def _check_base(self, name: str) -> None:
         served = self._server.config.served_name
@@ -488,7 +486,7 @@ def _add_passes(api: APIRouter, models: Models) -> None:
             make = lambda model: models.pass_of(body)
             return models.submit(who, body.model_id, body.seq_id, make)
 
-        if len(content) > _LARGE_BODY:
+        if len(content) > bodies.LARGE_BODY:
             return await accepted(await asyncio.to_thread(accept_large))
         body = parsed()
         return await accept(who, body, lambda: models.pass_of(body))
@@ -544,8 +542,11 @@ def _add_results(api: APIRouter, server: Server, samplers: Samplers) -> None:
         as_protobuf = PROTOBUF in request.headers.get("accept", "")
         if (sample := samplers.promise(who.tenant, body.request_id)) is not None:
             if not await is_done(sample.outcome, POLL_SECONDS):
-                return waiting(body.request_id)
-            return sample.answer(as_protobuf=as_protobuf)
+                return waiting(body.request_id, server.hub.waiting(who.tenant).state)
+            samplers.note_sent(sample)
+            if sample.num_bytes <= bodies.LARGE_BODY:
+                return sample.answer(as_protobuf=as_protobuf)
+            return await asyncio.to_thread(sample.answer, as_protobuf=as_protobuf)
         try:
             find = functools.partial(server.hub.promise, who.tenant, body.request_id)
             promise = find(only_in_memory=True) or await asyncio.to_thread(find)
@@ -557,7 +558,7 @@ def _add_results(api: APIRouter, server: Server, samplers: Samplers) -> None:
             raise HTTPException(
                 410,
                 f"there is no result {body.request_id!r:.60} of yours, or it was kept "
-                "for its time. Send the request again.",
+                "for its time, or newer ones took its room. Send the request again.",
             )
         if not await is_done(promise.outcome, POLL_SECONDS):
             return waiting(body.request_id, server.hub.waiting(who.tenant).state)

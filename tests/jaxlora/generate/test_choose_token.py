@@ -1,19 +1,21 @@
 """How tokens are chosen from logits."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlora.generate.choose_token import choose_tokens, most_likely, nucleus
 
-LOGITS = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.05, 0.1, 0.8]]))
+SHARES = [[0.5, 0.3, 0.15, 0.05], [0.05, 0.05, 0.1, 0.8]]
+LOGITS = np.log(np.array(SHARES, np.float32))
+NUCLEUS, MOST_LIKELY = jax.jit(nucleus), jax.jit(most_likely)
 
 
 def test_the_nucleus_is_the_fewest_tokens_that_add_up():
     for top_p, *counts in ((1e-6, 1, 1), (0.49, 1, 1), (0.79, 2, 1), (1.0, 4, 4)):
-        assert nucleus(LOGITS, jnp.full(2, top_p)).sum(1).tolist() == counts
-    found = nucleus(LOGITS, jnp.full(2, 0.79))[0]
-    assert found.tolist() == [True, True, False, False]
+        found = np.asarray(NUCLEUS(LOGITS, np.full(2, top_p, np.float32)))
+        assert found.sum(1).tolist() == counts
+    found = np.asarray(NUCLEUS(LOGITS, np.full(2, 0.79, np.float32)))
+    assert found[0].tolist() == [True, True, False, False]
 
 
 CHOOSE = jax.jit(choose_tokens)
@@ -21,14 +23,15 @@ CHOOSE = jax.jit(choose_tokens)
 
 def draw(seeds, temperature=1.0, top_p=1.0, top_k=0, step=0):
     num = len(seeds)
+    each = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), num)
     return np.asarray(
         CHOOSE(
-            jnp.repeat(LOGITS[:1], num, axis=0),
-            jnp.asarray(seeds, jnp.int32),
-            jnp.full(num, step),
-            jnp.broadcast_to(jnp.float32(temperature), num),
-            jnp.broadcast_to(jnp.float32(top_p), num),
-            jnp.broadcast_to(jnp.int32(top_k), num),
+            np.repeat(LOGITS[:1], num, axis=0),
+            each(seeds, np.int32),
+            each(step, np.int32),
+            each(temperature, np.float32),
+            each(top_p, np.float32),
+            each(top_k, np.int32),
         )
     )
 
@@ -51,10 +54,11 @@ def test_the_nucleus_alone_is_sampled():
 def test_the_most_likely_tokens_are_those_of_a_sort():
     logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
     for k in (1, 7, 50):
-        marked = np.asarray(most_likely(jnp.asarray(logits), jnp.full(5, k)))
+        marked = np.asarray(MOST_LIKELY(logits, np.full(5, k)))
         np.testing.assert_array_equal(marked, logits >= -np.sort(-logits)[:, [k - 1]])
-    ties = jnp.array([[1.0, 2.0, 2.0, 0.0]])
-    assert most_likely(ties, jnp.array([1])).tolist() == [[False, True, True, False]]
+    ties = np.array([[1.0, 2.0, 2.0, 0.0]], np.float32)
+    marked = MOST_LIKELY(ties, np.array([1]))
+    assert marked.tolist() == [[False, True, True, False]]
 
 
 def test_top_p_is_of_what_top_k_leaves():

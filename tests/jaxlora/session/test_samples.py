@@ -1,5 +1,6 @@
 """Samples of published versions: shared steps change no bit, and training none."""
 
+import collections
 import dataclasses
 
 import jax
@@ -330,6 +331,132 @@ def test_a_call_that_is_cancelled_frees_its_rows(published):
     assert not found and len(after.completions) == 1
     assert all(not lane.running for lane in samples._lanes.values())
     assert not any(v.num_pinned for v in samples.published._versions.values())
+
+
+def test_rows_are_shared_by_weight(published):
+    session, samples = published()
+    session._engine.queue.weigh("heavy", 2.0)
+    for tenant in ("light", "heavy"):
+        one = call(num_samples=20, tenant=tenant)
+        samples.submit(one, lambda _: None, lambda _: None)
+    samples.advance()
+    (lane,) = samples._lanes.values()
+    running = [asked.call.tenant for asked, _ in lane.running]
+    assert (running.count("heavy"), running.count("light")) == (4, 2)
+
+
+def test_what_others_cancel_or_fail_at_changes_no_sample(published):
+    session, samples = published()
+    samples.published.publish("lost", session._engine.adapters["b"])
+    for version in ("a1", "b1"):
+        drawn(samples, call(version))  # for which "lost" goes to a file
+    samples.published.version("lost").file.write_bytes(b"damaged")
+    wanted = [drawn(samples, one)[0] for one in CALLS[:4]]
+    found, errors, others = {}, [], []
+    for number, one in enumerate(CALLS[:4]):
+        late = call(one.version, range(2, 70), num_samples=3, max_tokens=90, seed=1)
+        scored = call("b1", range(3, 200), max_tokens=0, prompt_logprobs=True)
+        others += [dataclasses.replace(x, tenant="other") for x in (late, scored)]
+        for other in (*others[-2:], call("lost", tenant="other")):
+            samples.submit(other, lambda _: None, errors.append)
+        note = lambda result, number=number: found.update({number: result})
+        samples.submit(dataclasses.replace(one, tenant="own"), note, errors.append)
+    while others:
+        samples.advance()
+        samples.cancel(others.pop(len(others) // 2))
+    while samples.advance():
+        pass
+    assert len(errors) == 4 and all(isinstance(one, StorageError) for one in errors)
+    for number, one in enumerate(wanted):
+        assert dataclasses.astuple(found[number]) == dataclasses.astuple(one)
+
+
+def test_calls_that_wait_cost_no_time_of_the_engine(published, monkeypatch):
+    """However many there are, only the first of each line is looked at."""
+    _, samples = published()
+    drawn(samples, call())  # the programs are there from then on
+    calls = [call(num_samples=2, tenant=str(number % 2)) for number in range(600)]
+    for one in calls:
+        samples.submit(one, lambda _: None, lambda _: None)
+    looks, may_begin = [], samples._may_begin
+    looked = lambda *given: looks.append(1) or may_begin(*given)
+    monkeypatch.setattr(samples, "_may_begin", looked)
+    for _ in range(3):
+        samples.advance()
+    assert 6 <= len(looks) <= 6 + 3 * 2
+    for one in calls:
+        samples.cancel(one)
+    assert not (samples._asked or samples._waiting)
+
+
+class OneRate:
+    """Tokens a second of a tenant who has used them, and others who have not."""
+
+    def __init__(self):
+        self.limited, self.spent = {"slow"}, collections.Counter()
+
+    def may_run(self, tenant: str) -> bool:
+        return tenant not in self.limited
+
+    def spend(self, tenant: str, tokens: int) -> None:
+        self.spent[tenant] += tokens
+
+
+def test_tokens_of_samples_count_for_the_rate_of_their_tenant(published, monkeypatch):
+    _, samples = published()
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    rates = samples._rates = OneRate()
+    found = []
+    for tenant in ("slow", "fast"):
+        one = call(num_samples=2, tenant=tenant)
+        samples.submit(one, lambda _, t=tenant: found.append(t), found.append)
+    while "fast" not in found:
+        samples.advance()
+    for _ in range(3):
+        assert samples.advance()  # there is something left to do
+    assert rates.spent == {"fast": 3 + 2 * 6} and found == ["fast"]
+    rates.limited.clear()
+    while samples.advance():
+        pass
+    assert found == ["fast", "slow"] and rates.spent["slow"] == 3 + 2 * 6
+
+
+@pytest.mark.parametrize("tenant", ["other", "own"])
+def test_a_stream_of_scored_prompts_takes_half_of_the_time(
+    published, monkeypatch, tenant
+):
+    """Whoever sends it, by a clock of the test: a part 0.05 s, and a token 0.02 s."""
+    _, samples = published()
+    now, spent, queue = [0.0], {"prompts": 0.0, "tokens": 0.0}, Batch.queue
+
+    def runs(*given):
+        steps = queue(*given)
+        seconds = 0.02 * steps or 0.05
+        now[0] += seconds
+        spent["tokens" if steps else "prompts"] += seconds
+        return steps
+
+    def score(*_):
+        samples.submit(call("b1", prompt, **scored), score, score)
+
+    prompt, found = range(3, 100), []
+    scored = {"max_tokens": 0, "prompt_logprobs": True, "tenant": tenant}
+    monkeypatch.setattr(Batch, "queue", runs)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    one = call(max_tokens=120, tenant="own")
+    # The programs are there from then on.
+    drawn(samples, dataclasses.replace(one), call("b1", prompt, **scored))
+    spent |= {"prompts": 0.0, "tokens": 0.0}
+    samples.submit(one, found.append, found.append)
+    samples.advance()
+    for _ in range(8):
+        score()
+    for _ in range(200):
+        samples.advance()
+        if found:
+            break
+    assert len(found) == 1 and len(found[0].completions[0].tokens) == 120
+    assert spent["prompts"] == pytest.approx(spent["tokens"], abs=0.4)
 
 
 @pytest.mark.parametrize(("share", "where"), [(0.5, "settle"), (0.2, "queue")])

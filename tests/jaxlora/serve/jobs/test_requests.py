@@ -203,7 +203,7 @@ def test_a_job_that_is_exported_is_not_copied(client, monkeypatch):
     with contextlib.ExitStack() as hold:
         monkeypatch.setattr(hub, "submit", submit)
         client.add(**SHORT, name="late")
-        assert is_ending.wait(120)
+        assert is_ending.wait(600)
         refused = client.refused("POST", "jobs/late/clone", 409, json={"steps": 20})
     assert "is being exported" in refused and "init_from" in refused
     assert client.wait("late")["status"] == "finished"

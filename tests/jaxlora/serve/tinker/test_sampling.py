@@ -1,10 +1,22 @@
 """Sampling by the routes."""
 
+import asyncio
+import dataclasses
+import types
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
 from jaxlora import Datum
-from jaxlora.serve.tinker import messages
+from jaxlora.config.serve_config import Quota, ServeConfig
+from jaxlora.serve.operation import Failed
+from jaxlora.serve.registry import Entry
+from jaxlora.serve.server import Server
+from jaxlora.serve.tinker import bodies, messages
+from jaxlora.serve.tinker.sampling import Sample, Samplers
+from jaxlora.session.sampler import Completion
+from jaxlora.session.samples import SampleResult
 from tests.jaxlora.serve.tinker.conftest import (
     ADAM,
     NAME,
@@ -150,6 +162,144 @@ def test_stops_retries_and_cancelling(api, published):
     api.post("cancel_future", request_id=ended["request_id"])
     result = api.result(ended)
     assert "cancelled" in result.get("error", "cancelled")
+
+
+def test_samples_count_as_pending_tokens_until_they_end(api, published, monkeypatch):
+    limits, quota = api.server.limits, Quota(pending_tokens=1000)
+    monkeypatch.setattr(limits, "quota", lambda tenant: quota)
+    prompt = {"chunks": [{"tokens": PROMPT}]}
+    given = {"sampling_session_id": published[1], "prompt": prompt}
+    params = GREEDY | {"max_tokens": 160}
+    with monkeypatch.context() as patch:  # no sample is drawn
+        patch.setattr(api.server.hub._sampling.samples, "turn", lambda train: train())
+        before = limits.pending("alice")
+        long = ask(api, published[1], 0, GREEDY | {"max_tokens": 120}, num_samples=7)
+        refused = api.post("asample", 429, seq_id=1, sampling_params=params, **given)
+        assert "pending tokens, and your quota is 1,000" in refused["detail"]
+        assert limits.pending("alice") == before + 5 + 7 * 120
+        api.post("cancel_future", request_id=long["request_id"])
+        assert limits.pending("alice") == before
+    (one,) = api.result(ask(api, published[1], 1, params))["sequences"]
+    assert len(one["tokens"]) == 160
+
+
+def test_large_bodies_and_results_are_coded_in_other_threads(
+    api, published, monkeypatch
+):
+    """The thread of the server has a loop, which goes on meanwhile."""
+    parsed, answer, num = bodies.parsed, Sample.answer, [0, 0]
+
+    def elsewhere(number, run, *given, **options):
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        num[number] += 1
+        return run(*given, **options)
+
+    prompt = {"chunks": [{"tokens": [5, 6] * 100}]}
+    given = {"prompt": prompt, "prompt_logprobs": True, "topk_prompt_logprobs": 20}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            bodies,
+            "parsed",
+            lambda content, kind: (
+                elsewhere(0, parsed, content, kind)
+                if kind is bodies.Sample
+                else parsed(content, kind)
+            ),
+        )
+        patch.setattr(
+            Sample, "answer", lambda *given, **kw: elsewhere(1, answer, *given, **kw)
+        )
+        result = api.result(ask(api, published[1], 0, **given))
+    assert num == [1, 1] and len(result["topk_prompt_logprobs"]) == 200
+
+
+# ---- results that are kept -----------------------------------------------------------
+
+
+class Kept:
+    """Samplers on a hub whose outcomes the test sets, and what they keep."""
+
+    def __init__(self, clock, most: int):
+        config = ServeConfig(model="m", limits={"kept_bytes": most})
+        model = types.SimpleNamespace(max_positions=10**6, vocab_size=10)
+        engine = types.SimpleNamespace(model=types.SimpleNamespace(config=model))
+        hub = types.SimpleNamespace(engine=engine, sample=self._sample)
+        server = object.__new__(Server)
+        for name, value in {"config": config, "hub": hub}.items():
+            object.__setattr__(server, name, value)
+        self.samplers = Samplers(server, clock=clock)
+        self._futures: list[Future] = []
+
+    def _sample(self, *_):
+        self._futures.append(Future())
+        return self._futures[-1]
+
+    def end(self, number: int, num_tokens: int, tenant: str = "alice") -> Sample:
+        """A sample that has ended, with so many tokens."""
+        sampler = Entry(
+            kind="sampler",
+            id=tenant,
+            tenant=tenant,
+            parent=None,
+            created_at=0.0,
+            touched_at=0.0,
+            expires_at=None,
+            num_bytes=0,
+            is_public=False,
+            fields={"version": "base", "key": None},
+        )
+        body = bodies.Sample(
+            prompt={"chunks": [{"tokens": [1]}]},
+            sampling_params=bodies.SamplingParams(max_tokens=1),
+            seq_id=number,
+        )
+        sample = self.samplers.submit(sampler, b"", body)
+        zeros = (0,) * num_tokens
+        one = Completion(
+            prompt=(1,),
+            tokens=zeros,
+            logprobs=(0.0,) * num_tokens,
+            finish_reason="length",
+        )
+        self._futures[-1].set_result(SampleResult(completions=(one,)))
+        return sample
+
+    def has(self, *samples: Sample) -> list[bool]:
+        find = self.samplers.promise
+        return [find(one.tenant, one.request_id) is one for one in samples]
+
+
+def test_results_of_a_tenant_are_bounded_in_bytes(clock):
+    """Those that were sent go first, then the oldest; the last one is always kept."""
+    kept = Kept(clock, 400_000)
+    other = kept.end(0, 1000, "bob")
+    first, second, third = (kept.end(number, 1500) for number in range(3))
+    assert kept.has(first, second, third, other) == [True] * 4
+    kept.samplers.note_sent(second)
+    fourth = kept.end(3, 1500)
+    assert kept.has(first, second, third, fourth, other) == [1, 0, 1, 1, 1]
+    fifth = kept.end(4, 1500)
+    assert kept.has(first, third, fourth, fifth) == [0, 1, 1, 1]
+    assert kept.end(0, 1) is not first  # its number is free again
+    large = kept.end(5, 100_000)
+    assert kept.has(third, fourth, fifth, large, other) == [0, 0, 0, 1, 1]
+    clock.now += 3601
+    kept.end(6, 1)
+    assert kept.has(large, other) == [False, False]
+
+
+def test_the_bytes_of_a_result_follow_its_numbers():
+    sample, base = Kept(lambda: 0.0, 10**9).end(0, 1000), 4096
+    assert 60_000 < sample.num_bytes - base < 100_000
+    outcome: Future = Future()
+    outcome.set_result(Failed(message="", category="user"))
+    failed = dataclasses.replace(sample, outcome=outcome)
+    top = (None, *[((1, 0.5),) * 20] * 100)
+    outcome = Future()
+    outcome.set_result(SampleResult(completions=(), topk_prompt_logprobs=top))
+    scored = dataclasses.replace(sample, outcome=outcome)
+    assert failed.num_bytes < base + 100 and 200_000 < scored.num_bytes < 400_000
 
 
 @pytest.mark.parametrize(

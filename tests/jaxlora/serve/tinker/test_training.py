@@ -1,13 +1,19 @@
 """Training by the routes gives the results of a session."""
 
+import contextlib
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
 
 from jaxlora import Datum, Session
+from jaxlora.config.serve_config import Quota
 from jaxlora.serve.hub import Unavailable
-from jaxlora.serve.tinker import training
+from jaxlora.serve.keys import Principal
+from jaxlora.serve.limits import OverQuota
+from jaxlora.serve.tinker import bodies, training
+from jaxlora.serve.tinker.training import Models
 from tests.jaxlora.serve.tinker.conftest import (
     ADAM,
     NAME,
@@ -201,3 +207,30 @@ def test_a_server_that_accepts_nothing_is_asked_again(api, monkeypatch):
     first, second = (api.good(api.submit(one)) for one in requests)
     assert api.output(first).metrics["tokens:sum"] == 9
     assert "gspo" in api.result(second)["error"]
+
+
+def test_models_that_are_made_at_once_keep_to_the_quota(api, monkeypatch):
+    carol = api.as_tenant("carol")
+    server, session, made = carol.server, carol.session(), []
+    monkeypatch.setattr(server.limits, "quota", lambda tenant: Quota(models=1))
+    models, begin = Models(server), threading.Barrier(8)
+    who = Principal(tenant="carol", scopes=frozenset(), key_id=None)
+
+    def create(number: int) -> None:
+        body = bodies.CreateModel(
+            session_id=session,
+            model_seq_id=number,
+            base_model=NAME,
+            lora_config=bodies.LoraConfig(rank=4),
+        )
+        begin.wait()
+        with contextlib.suppress(OverQuota):
+            made.append(models.create(who, body))
+
+    threads = [threading.Thread(target=create, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and server.registry.count("carol", "model") == 1
+    assert made[0].outcome.result(timeout=60)

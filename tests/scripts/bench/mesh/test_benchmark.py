@@ -93,6 +93,19 @@ def test_fsdp(tmp_path, in_this_process, capsys):
     assert "| fsdp=1 | the rest | it took more than 1 s |" in printed
 
 
+def test_all_meshes_are_compiled_before_they_are_measured(
+    tmp_path, in_this_process, monkeypatch
+):
+    compiled = []
+    monkeypatch.setattr(
+        benchmark, "compile_all", lambda cases, limit: compiled.append(cases)
+    )
+    arguments = [*TINY.split(), str(tmp_path), "--parts", "step"]
+    bench.run("mesh", [*arguments, "--compile", "only"])
+    assert [case.mesh for case in compiled[0]] == ["fsdp=2", "fsdp=1"]
+    assert compiled[0][0].parts == ("step",) and not results(tmp_path).rows
+
+
 def test_ratios_are_to_one_device():
     def window(mesh, gpus, speed, adapters=4):
         return {
