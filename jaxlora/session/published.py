@@ -107,7 +107,7 @@ class Published:
 
     @functools.cached_property
     def _tables(self) -> Tables:
-        return zero_tables(self._shapes)
+        return self._empty_tables()
 
     @property
     def _folder(self) -> pathlib.Path:
@@ -118,6 +118,15 @@ class Published:
                 self._made_folder = pathlib.Path(made)
                 weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
             return self._made_folder
+
+    def _empty_tables(self) -> Tables:
+        """Returns tables of zeros on the engine's device.
+
+        JAX would compile programs for arrays that are not bound to a device, and again
+        for their results, which are.
+        """
+        place = jax.tree.leaves(self._engine.table.weights)[0].sharding
+        return jax.device_put(zero_tables(self._shapes), place)
 
     @property
     def decoder(self) -> LoadedDecoder:
@@ -158,7 +167,7 @@ class Published:
                 version.num_pinned = 0
         if not any(table.is_deleted() for table in self._tables.values()):
             return
-        self._tables = zero_tables(self._shapes)
+        self._tables = self._empty_tables()
         for name, version in list(self._versions.items()):
             if version.slot is not None:
                 self._empty(version)

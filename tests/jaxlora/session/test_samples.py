@@ -13,6 +13,7 @@ from jaxlora.errors import ConfigError, DeviceError, StorageError
 from jaxlora.generate.batch import Batch
 from jaxlora.plan.memory.device_memory import DeviceMemory
 from jaxlora.session.engine import Engine
+from jaxlora.session.published import _copy
 from jaxlora.session.samples import SampleCall, SampleResult, Samples
 from jaxlora.session.session import Session
 from tests.jaxlora.session.conftest import LINEARS, SETTINGS, scaled
@@ -94,6 +95,17 @@ def test_calls_together_give_the_bits_of_each_alone(published):
     assert [len(one) for one in tokens(alone[2])] == [40]
     assert tokens(alone[8]) == [(), ()]
     assert tokens(alone[4]) == tokens(alone[0])[:2]  # scoring changes no sample
+
+
+def test_the_first_adapter_that_is_published_compiles_nothing(tiny_model, make_adapter):
+    """It would hold up all training; it was compiled when the server started."""
+    session = Session(tiny_model, **SETTINGS)
+    # No other test has tables of this size.
+    samples = Samples(session._engine, CONFIG.replace(versions=5))
+    compiled = _copy._cache_size()
+    one = session._engine.open("a", make_adapter(LINEARS, rank=4, seed=0))
+    samples.published.publish("a1", one)
+    assert _copy._cache_size() == compiled
 
 
 def test_log_probabilities_are_those_of_the_trainer(published):
