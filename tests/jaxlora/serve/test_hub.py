@@ -589,6 +589,12 @@ def test_an_operation_that_breaks_the_engine_fails_alone(open_hub, monkeypatch):
     )
 
 
+def test_nothing_is_noted_of_what_a_process_has_accepted_itself(hub, monkeypatch):
+    monkeypatch.setattr(hub._ledger, "attempt", lambda strikes: 1 / 0)
+    assert all(isinstance(one, Done) for one in run(hub, CREATE, *ROUND))
+    assert hub.status().restarts == 0
+
+
 @pytest.mark.parametrize("is_done", [False, True])
 def test_strikes_of_earlier_processes(open_hub, is_done):
     """What is done and cannot be done again ends its model, and no other one."""
