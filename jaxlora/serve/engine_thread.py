@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from jaxlora.errors import StorageError
@@ -66,8 +67,9 @@ class EngineThread:
         )
         self._replay.use(self._execution)
 
-    def start(self) -> None:
-        """Starts the thread."""
+    def start(self, left: Iterable[Promise]) -> None:
+        """Starts the thread; `left` is what an earlier process has left."""
+        self._replay.left = {*left}
         # Nobody could ask for an outcome while the server was down.
         self._next_forgetting = self._clock() + self._shared.settings.keep_seconds
         self._thread.start()

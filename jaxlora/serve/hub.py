@@ -118,8 +118,7 @@ class Hub:
         Raises:
             StorageError: The database cannot be read.
         """
-        self._promises.remember(self._ledger.read())
-        self._thread.start()
+        self._thread.start(self._promises.remember(self._ledger.read()))
 
     def stop(self) -> None:
         """Finishes what the device has, writes snapshots, and ends the threads.

@@ -34,7 +34,12 @@ _REFUSED = 4
 
 
 class Replay:
-    """What the device is to do again. Only the engine's thread uses it."""
+    """What the device is to do again. Only the engine's thread uses it.
+
+    Attributes:
+        left: Operations that are not done, and that an earlier process, or the engine
+            before an error, may have begun.
+    """
 
     def __init__(self, shared: Shared):
         """Makes the object, which `use` gives an engine."""
@@ -43,9 +48,9 @@ class Replay:
         self._strikes: dict[DatumKey, int] = {}  # of what is not done
         self._trying: Promise | None = None  # which is run alone at the moment
         self._num_fruitless = 0
-        # Operations that an earlier process may have begun, and what is noted of them.
-        self._is_replaying, self._left = False, set[Promise]()
-        self._noted: set[DatumKey] = set()
+        self.left: set[Promise] = set()
+        self._is_replaying = False
+        self._noted: set[DatumKey] = set()  # as being on the device
 
     def use(self, execution: Execution) -> None:
         """Takes an engine, which has done nothing yet."""
@@ -65,7 +70,8 @@ class Replay:
         """
         if not self._shared.meter.restarts:
             self._refuse(contents, {(one.model, one.seq_id): one for one in promises})
-        self._left = {one for one in promises if not one.outcome.done()}
+        if self._shared.meter.restarts:
+            self.left = {*promises}
         self._is_replaying = True
         for piece in contents.pieces:
             self._replay(piece)
@@ -84,7 +90,7 @@ class Replay:
             promise = promises[model, seq_id]
             what = f"datum {number} of it" if promise.size[0] else "it"
             why = (
-                f"the server has died {_REFUSED} times while {what} was on the device, "
+                f"the server has died several times while {what} was on the device, "
                 "the last two times alone."
             )
             if not promise.outcome.done():
@@ -121,12 +127,12 @@ class Replay:
 
     def _note(self, piece: Piece) -> None:
         """Notes what the device is about to have, if it may be what has ended it."""
-        if not (self._is_replaying or self._left):
+        if not (self._is_replaying or self.left):
             return
-        self._left = {one for one in self._left if not one.outcome.done()}
+        self.left = {one for one in self.left if not one.outcome.done()}
         calls = self._execution.calls
         if self._is_replaying or any(
-            calls[call] in self._left for call, _ in piece.parts
+            calls[call] in self.left for call, _ in piece.parts
         ):
             self._noted = self._found()
             now = {key: self._strikes.get(key, 1) + 1 for key in self._noted}

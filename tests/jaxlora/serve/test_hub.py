@@ -589,6 +589,26 @@ def test_an_operation_that_breaks_the_engine_fails_alone(open_hub, monkeypatch):
     )
 
 
+def test_nothing_is_noted_of_what_a_process_has_accepted_itself(open_hub, monkeypatch):
+    """Also while it was starting."""
+    hub, outcomes = open_hub(starts=False), []
+    read = hub._thread._read
+
+    def read_late():
+        for number, one in enumerate([CREATE, *ROUND], 1):
+            promise = hub.submit("t", "m", number, one)
+            promise.accepted.result(timeout=60)
+            outcomes.append(promise.outcome)
+        return read()
+
+    monkeypatch.setattr(hub._thread, "_read", read_late)
+    monkeypatch.setattr(hub._ledger, "attempt", lambda strikes: 1 / 0)
+    hub.start()
+    (step,) = run(hub, STEP, first=5)
+    assert isinstance(step, Done) and hub.status().restarts == 0
+    assert all(isinstance(one.result(timeout=60), Done) for one in outcomes)
+
+
 @pytest.mark.parametrize("is_done", [False, True])
 def test_strikes_of_earlier_processes(open_hub, is_done):
     """What is done and cannot be done again ends its model, and no other one."""
