@@ -27,11 +27,12 @@ from jaxlora.serve import metrics, page
 from jaxlora.serve.database import Database
 from jaxlora.serve.guard import Guard, answer_to
 from jaxlora.serve.hub import Hub
+from jaxlora.serve.ids import Ids, engine_of
 from jaxlora.serve.jobs import routes as jobs
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import BodyLimits, Limits
-from jaxlora.serve.registry import Entry, Registry
+from jaxlora.serve.registry import Entry, NotFound, Registry
 from jaxlora.serve.server import Server
 from jaxlora.serve.shared import HubSettings
 from jaxlora.serve.storage import Links, Storage
@@ -64,12 +65,15 @@ ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
 )
 
 
-def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server:
+def make_server(
+    config: ServeConfig, model: FrozenModel | None = None, *, engine: int = 0
+) -> Server:
     """Makes the parts of a server; `make_app` starts them.
 
     Args:
         config: The settings.
         model: The base model; None: it is loaded.
+        engine: Number of the engine among those that share a database and a storage.
 
     Raises:
         JaxloraError: The model, the database or the storage cannot be used.
@@ -78,7 +82,7 @@ def make_server(config: ServeConfig, model: FrozenModel | None = None) -> Server
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     database = Database(config.database_url)
     try:
-        return _make_parts(config, folder, database, model)
+        return _make_parts(config, folder, database, model, Ids(engine))
     except BaseException:
         database.close()
         raise
@@ -89,12 +93,14 @@ def _make_parts(
     folder: pathlib.Path,
     database: Database,
     model: FrozenModel | None,
+    ids: Ids,
 ) -> Server:
     storage = Storage(
         config.storage_url,
         options=config.storage_options,
         cache=folder / "cache",
         cache_bytes=config.cache_bytes,
+        writer=str(ids.engine),
     )
     keep_compiled_programs()
     if model is None:
@@ -107,7 +113,7 @@ def _make_parts(
             keep_bf16=config.keep_bf16,
         )
     check_one_device(model, "jaxlora serve")
-    registry = Registry(database)
+    registry = Registry(database, ids)
     versions = folder / "versions"  # what an earlier process has left is in no use
     shutil.rmtree(versions, ignore_errors=True)
     versions.mkdir(mode=0o700)
@@ -132,10 +138,12 @@ def _make_parts(
         config.sampling,
         limits=limits,
         folder=versions,
+        ids=ids,
     )
     return Server(
         config=config,
         database=database,
+        ids=ids,
         hub=hub,
         registry=registry,
         keys=Keys(database, demanded=config.demands_keys),
@@ -259,7 +267,8 @@ def _delete_expired(server: Server, entry: Entry) -> None:
             return  # what has replaced it lasts for a time of its own
     if (key := entry.fields.get("key")) is not None:
         server.storage.delete(key)
-    server.registry.delete(entry.tenant, entry.kind, entry.id)
+    with contextlib.suppress(NotFound):  # another engine has
+        server.registry.delete(entry.tenant, entry.kind, entry.id)
 
 
 def park_lapsed(server: Server) -> None:
@@ -277,7 +286,8 @@ def end_unused(server: Server) -> None:
     """
     seconds = server.config.retention.session_seconds
     for model in server.registry.unused_models(seconds):
-        unload(server, model)
+        if engine_of(model.id) == server.ids.engine:
+            unload(server, model)
     server.registry.delete_unused(seconds)
 
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxlora.errors import DeviceError, JaxloraError, StorageError
 from jaxlora.problems import Problem, Source, format_problems
 from jaxlora.serve.hub import Unavailable
+from jaxlora.serve.ids import Misdirected
 from jaxlora.serve.keys import authenticate
 from jaxlora.serve.limits import OverQuota, OverStorage
 from jaxlora.serve.registry import Conflict, NotFound
@@ -37,6 +38,7 @@ _STATUS: dict[type[BaseException], int] = {
     NotStored: 404,
     LinkError: 403,
     Conflict: 409,
+    Misdirected: 421,
     OverQuota: 429,
     OverStorage: 402,
     StorageError: 503,
