@@ -156,6 +156,7 @@ def _make_parts(
             database=database,
             registry=registry,
             limits=limits,
+            ids=ids,
         ),
     )
 
