@@ -261,7 +261,8 @@ def test_engines_of_a_database_do_not_see_each_others_work(database, clock):
                 Ledger(database, other)
             for ids, ledger in ((one, first), (other, second)):
                 model = f"{ids.new()}:train:0"
-                ledger.accept(logged(model, 1, CREATE))
+                one_more = logged(model, 1, CREATE)
+                ledger.accept(dataclasses.replace(one_more, request_id=ids.new()))
                 ledger.queue(piece(ids.pieces.start, 96, (model, 1)))
                 ledger.finish(model, 1, Done())
                 ledger.cover(covered(model), [])
