@@ -3,8 +3,11 @@
 import argparse
 import contextlib
 import datetime
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 # What `jaxlora[serve]` and `jaxlora[postgres]` install, by the names of imports.
 _EXTRA = {"fastapi", "starlette", "uvicorn", "sqlalchemy", "obstore", "zstandard"} | {
-    "prometheus_client",
+    *("prometheus_client", "h11"),
     "google",
 }
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
@@ -43,6 +46,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("serve_file", help="YAML; see docs/serve.md")
     add_overrides(parser)
     add_device(parser)
+    # One process of several, which ends when its input does; see `serve_engines`.
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -53,12 +58,51 @@ def _serve(arguments: argparse.Namespace) -> int:
     use_device(arguments)
     with _with_extra():
         from jaxlora.serve.app import serve
+        from jaxlora.serve.fleet.processes import serve_engines
     from jaxlora.plan.memory.gpu_share import take_free_gpus
 
-    take_free_gpus()
-    status = serve(config, on_start=lambda: _greet(config, arguments.serve_file))
+    if arguments.engine is not None:
+        threading.Thread(target=_end_with_input, daemon=True).start()
+        take_free_gpus()
+        return serve(config, engine=arguments.engine)
+    config, devices = _divide(config)
+    greet = lambda: _greet(config, arguments.serve_file)
+    if config.num_engines > 1:
+        status = serve_engines(config, devices, on_start=greet)
+    else:
+        take_free_gpus()
+        status = serve(config, on_start=greet)
     say("the server has ended; what it has acknowledged is on the disk.")
     return status
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _divide(config: "ServeConfig") -> "tuple[ServeConfig, list[str]]":
+    """Returns the settings with a number of engines, and the GPUs that these get.
+
+    Raises:
+        ConfigError: There are fewer GPUs.
+    """
+    from jaxlora.plan.memory.gpu_share import visible_devices
+
+    devices = visible_devices()
+    number = max(1, len(devices)) if config.engines == "auto" else config.engines
+    if devices and number > len(devices):
+        raise ConfigError(
+            f"engines={number} need as many GPUs, and {len(devices)} are visible. "
+            "Lower it, or set engines: auto."
+        )
+    if len(devices) > 1:
+        rest = len(devices) - number
+        says = f"{number} of {len(devices)} visible GPUs serve"
+        say(f"{says}; engines: auto takes all" if rest else says)
+    if number == 1 and len(devices) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]  # JAX would take all
+    return config.replace(engines=number), devices[:number]
 
 
 def _greet(config: "ServeConfig", file: str) -> None:

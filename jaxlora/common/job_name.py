@@ -6,6 +6,11 @@ BASE = "base"  # names the base model, where the name of an adapter is wanted
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+def is_plain_name(name: object) -> bool:
+    """Whether a name can name a folder."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def check_job_name(name: str, *, kind: str = "job") -> str:
     """Returns a name if it can name a folder and an adapter.
 
@@ -16,7 +21,7 @@ def check_job_name(name: str, *, kind: str = "job") -> str:
     Raises:
         ValueError: It cannot.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_plain_name(name):
         raise ValueError(
             f"{kind} name {name!r} must be a plain folder name: letters, digits, '.', "
             "'_' and '-', at most 100, not starting with '.', '_' or '-'."

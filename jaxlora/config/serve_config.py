@@ -27,6 +27,7 @@ from jaxlora.config.strict import (
 from jaxlora.problems import Source, problems_of, settings_error
 
 TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # the name of one
+MOST_ENGINES = 100  # more would have longer names
 Port = Annotated[int, Field(ge=1, le=65_535)]
 # Shares beyond these would leave nothing to others, or to the tenant itself.
 Weight = Annotated[float, Field(ge=0.001, le=1000.0), Number]
@@ -210,8 +211,10 @@ class ServeConfig(BaseSettings):
         train_unembed: What to do if a client asks to train the output layer, which
             adapters here leave alone: refuse, or ignore it and say so in the answer.
         datasets: Data that jobs of all tenants may name: a path or a hub id by name.
-        running_jobs: Jobs that run at the same time; others wait. By default as many as
-            the session has slots.
+        engines: Engines that share this address, each a process with a GPU of its own;
+            `auto`: one for each visible GPU.
+        running_jobs: Jobs that an engine runs at the same time. By default as many as
+            it has slots; others wait.
         quotas: Quotas by tenant; `default` has those of all others.
         limits: Most that one request may hold.
         retention: How long the server keeps what nobody asks for.
@@ -243,11 +246,18 @@ class ServeConfig(BaseSettings):
     cache_bytes: PositiveInt = 20 * 2**30
     train_unembed: Literal["refuse", "ignore"] = "ignore"
     datasets: dict[str, InputPath] = {}
+    engines: Annotated[int, Field(ge=1, le=MOST_ENGINES)] | Literal["auto"] = 1
     running_jobs: PositiveInt | None = None
     quotas: dict[str, Quota] = {}
     limits: RequestLimits = RequestLimits()
     retention: Retention = Retention()
     snapshots: Snapshots = Snapshots()
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines; `auto` has been replaced by one."""
+        assert self.engines != "auto"
+        return self.engines
 
     @property
     def is_local(self) -> bool:

@@ -3,13 +3,13 @@
 import contextlib
 import pathlib
 import secrets
-import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
 import sqlalchemy as sa
 import sqlalchemy.exc
 
+from jaxlora.common.file_lock import file_lock
 from jaxlora.errors import ConfigError, StorageError
 
 # All tables of the server. Each module declares its own on it.
@@ -50,9 +50,6 @@ class Database:
             StorageError: The database cannot be reached or written.
         """
         self.engine = _engine(url)
-        # SQLite lets one write at a time, and waiting there is not fair: with four
-        # threads, one in a hundred waits for half a second.
-        self._turn = threading.Lock() if self.is_sqlite else contextlib.nullcontext()
         try:
             with self.writing() as connection:
                 _upgrade(connection)
@@ -64,6 +61,17 @@ class Database:
     def is_sqlite(self) -> bool:
         """Whether it is SQLite."""
         return self.engine.dialect.name == "sqlite"
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Waits for the turn to write.
+
+        SQLite lets one write at a time, and waiting there is not fair: with four
+        threads, one in a hundred waits for half a second; with eight processes, for a
+        second.
+        """
+        if not self.is_sqlite:
+            return contextlib.nullcontext()
+        return file_lock(f"{self.engine.url.database}.turn")
 
     @contextlib.contextmanager
     def reading(self) -> Generator[sa.Connection]:
@@ -85,7 +93,7 @@ class Database:
             StorageError: The database cannot be written.
         """
         with (
-            self._turn,
+            self._turn(),
             _database_errors("written"),
             self.engine.connect() as connection,
         ):

@@ -6,23 +6,25 @@ import secrets
 import time
 import traceback
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import sqlalchemy.exc
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxlora.config.serve_config import ServeConfig
 from jaxlora.errors import DeviceError, JaxloraError, StorageError
 from jaxlora.problems import Problem, Source, format_problems
 from jaxlora.serve.hub import Unavailable
-from jaxlora.serve.keys import authenticate
+from jaxlora.serve.ids import Misdirected
+from jaxlora.serve.keys import Keys, authenticate
 from jaxlora.serve.limits import OverQuota, OverStorage
 from jaxlora.serve.registry import Conflict, NotFound
-from jaxlora.serve.server import Server
 from jaxlora.serve.storage import LinkError, NotStored
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ _STATUS: dict[type[BaseException], int] = {
     NotStored: 404,
     LinkError: 403,
     Conflict: 409,
+    Misdirected: 421,
     OverQuota: 429,
     OverStorage: 402,
     StorageError: 503,
@@ -55,6 +58,21 @@ _HEADERS = {
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
+@runtime_checkable
+class Guarded(Protocol):
+    """What a guard needs to know of the server that it stands before."""
+
+    @property
+    def config(self) -> ServeConfig:
+        """The settings."""
+        ...
+
+    @property
+    def keys(self) -> Keys:
+        """The keys."""
+        ...
+
+
 class Guard:
     """The outermost part of the app.
 
@@ -63,7 +81,7 @@ class Guard:
     lines have the id, and neither bodies nor queries.
     """
 
-    def __init__(self, app: ASGIApp, server: Server):
+    def __init__(self, app: ASGIApp, server: Guarded):
         """Makes the object.
 
         Args:
@@ -135,7 +153,7 @@ class Guard:
             raise HTTPException(403, f"pages of {origin:.100} cannot use this server.")
 
     def _set_headers(self, headers: MutableHeaders, request_id: str) -> None:
-        headers["x-request-id"] = request_id
+        headers.setdefault("x-request-id", request_id)  # an engine has set its own
         for key, value in _HEADERS.items():
             headers.setdefault(key, value)
         if self._has_tls:
@@ -162,6 +180,16 @@ def _log(error: Exception, request_id: str) -> None:
     """Logs where an error comes from; its text may quote what a tenant has sent."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     logger.error("%s failed: %s\n%s", request_id, type(error).__name__, frames)
+
+
+def install_errors(app: FastAPI) -> None:
+    """Lets an app answer to the errors of its routes as the guard does to others."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_to(error, request.scope)
+
+    for kind in (HTTPException, RequestValidationError, JaxloraError):
+        app.add_exception_handler(kind, answer)
 
 
 def answer_to(error: Exception, scope: Scope) -> Response:

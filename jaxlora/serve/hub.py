@@ -6,7 +6,6 @@ device has settled it and the ledger has it. `EngineThread` does all that is bet
 
 import dataclasses
 import pathlib
-import secrets
 import time
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from jaxlora.errors import ConfigError, JaxloraError
 from jaxlora.serve import engine_thread
 from jaxlora.serve.database import Database
 from jaxlora.serve.engine_thread import EngineThread
+from jaxlora.serve.ids import ONLY, Ids
 from jaxlora.serve.ledger import EVERYTHING, Ledger, Logged
 from jaxlora.serve.limits import Limits
 from jaxlora.serve.model import Promise
@@ -60,6 +60,7 @@ class Hub:
         *,
         limits: Limits | None = None,
         folder: pathlib.Path | None = None,
+        ids: Ids = ONLY,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Makes a hub, which `start` starts.
@@ -74,13 +75,14 @@ class Hub:
                 second, and refuse samples beyond the pending tokens; None: nothing
                 does.
             folder: See `Published`.
+            ids: Makes the ids of promises; the models are those with ids of its engine.
             clock: Returns seconds, for gaps and snapshots.
 
         Raises:
             ConfigError: Another server uses the database.
             StorageError: The database cannot be written.
         """
-        self._limits, self._ledger = limits, Ledger(database)
+        self._limits, self._ledger = limits, Ledger(database, ids)
         self._tasks, self._meter = Tasks(), Meter(clock)
         self._promises = Promises(self._ledger, clock)
         config = sampling or SamplingConfig()
@@ -192,6 +194,7 @@ class Hub:
             The promise. The client may be told of it when `accepted` is done.
 
         Raises:
+            Misdirected: Another engine has the model.
             SeqConflict: Another operation was taken by this number.
             ConfigError: The number is none, or its operation ended so long ago that
                 nothing is known of it.
@@ -229,13 +232,14 @@ class Hub:
         encoded: Encoded,
     ) -> Promise:
         """Takes an operation by a number; see `submit`."""
+        self._ledger.ids.check(model)
         found = self._promises.find(model, seq_id)
         if found is None:
             self._check_accepts()
             logged = Logged(
                 model=model,
                 seq_id=seq_id,
-                request_id=secrets.token_hex(16),
+                request_id=self._ledger.ids.new(),
                 tenant=tenant,
                 encoded=encoded,
                 digest=encoded.digest,

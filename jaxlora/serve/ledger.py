@@ -26,6 +26,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from jaxlora.errors import ConfigError, StorageError
 from jaxlora.serve.database import Database, metadata
+from jaxlora.serve.ids import ONLY, Ids
 from jaxlora.serve.operation import (
     Done,
     Encoded,
@@ -213,35 +214,43 @@ class _Entry:
 
 
 class Ledger:
-    """The ledger of one server. Any thread may use it.
+    """The ledger of one engine. Any thread may use it.
 
     Attributes:
+        ids: The ids of the engine.
         trouble: Why nothing can be written at the moment; None: all is well.
-        is_fenced: Whether another server has taken the database for good.
+        is_fenced: Whether another server has become this engine, for good.
         commits: Transactions that are on disk.
         commits_seconds: How long these took, in all.
         last_seconds: How long the last of them took; None: there was none.
     """
 
-    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time):
-        """Takes a database for this process, and starts the thread that writes.
+    def __init__(
+        self,
+        database: Database,
+        ids: Ids = ONLY,
+        *,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Takes an engine's part of a database, and starts the thread that writes.
 
         Args:
             database: The database.
+            ids: The ids of the engine.
             clock: Returns Unix seconds.
 
         Raises:
-            ConfigError: Another server uses the database.
+            ConfigError: Another process is this engine.
             StorageError: The database cannot be written.
         """
-        self._database, self._clock = database, clock
+        self._database, self.ids, self._clock = database, ids, clock
         self._insert = sqlite.insert if database.is_sqlite else postgresql.insert
         self.trouble: str | None = None
         self.is_fenced = False
         self.commits, self.commits_seconds = 0, 0.0
         self.last_seconds: float | None = None
         self._token = secrets.token_hex(16)
-        self._lock = _Lock(database)
+        self._lock = _Lock(database, ids.engine)
         try:
             self._take()
         except BaseException:
@@ -254,8 +263,8 @@ class Ledger:
         self._thread.start()
 
     def _take(self) -> None:
-        """Makes this server the only one that can write."""
-        statement = self._insert(_OWNERS).values(id=0, token=self._token)
+        """Makes this process the only one that can write."""
+        statement = self._insert(_OWNERS).values(id=self.ids.engine, token=self._token)
         with self._database.writing() as connection:
             connection.execute(
                 statement.on_conflict_do_update(
@@ -268,7 +277,7 @@ class Ledger:
         self._is_closing.set()
 
     def close(self) -> None:
-        """Writes what was handed in, and lets another server take the database.
+        """Writes what was handed in, and lets another process take its place.
 
         What cannot be written now never will be, and its futures raise, as do those of
         all that is handed in later.
@@ -348,7 +357,8 @@ class Ledger:
             for key, number in strikes.items()
         ]
         insertion = [(_ATTEMPTS.insert(), rows)] if rows else []
-        return self._put((_ATTEMPTS.delete(), {}), *insertion)
+        own = self.ids.are_in(_ATTEMPTS.c.model)
+        return self._put((_ATTEMPTS.delete().where(own), {}), *insertion)
 
     def cover(self, model: LoggedModel, pieces: Iterable[int]) -> Future[None]:
         """Hands in that a model has a snapshot, was unloaded or has failed.
@@ -383,6 +393,7 @@ class Ledger:
         old = (
             sa.delete(_OPERATIONS)
             .where(_OPERATIONS.c.finished_at < before)
+            .where(self.ids.are_in(_OPERATIONS.c.model))
             .where(sa.exists(covered))
         )
         return self._put((old, {}))
@@ -477,6 +488,7 @@ class Ledger:
     def _commit(self, entries: Sequence[_Entry]) -> None:
         mine = (
             sa.update(_OWNERS)
+            .where(_OWNERS.c.id == self.ids.engine)
             .where(_OWNERS.c.token == self._token)
             .values(token=self._token)
         )
@@ -504,6 +516,7 @@ class Ledger:
         )
         uncovered = (
             sa.select(_OPERATIONS)
+            .where(self.ids.are_in(_OPERATIONS.c.model))
             .where(
                 sa.or_(
                     _OPERATIONS.c.outcome.is_(None),
@@ -512,14 +525,18 @@ class Ledger:
             )
             .order_by(_OPERATIONS.c.model, _OPERATIONS.c.seq_id)
         )
+        own = self.ids.are_in(_MODELS.c.id)
+        models = sa.select(_MODELS).where(own).order_by(_MODELS.c.id)
+        numbers, number = self.ids.pieces, _PIECES.c.number
+        is_own = sa.and_(number >= numbers.start, number < numbers.stop)
+        pieces = sa.select(_PIECES).where(is_own).order_by(number)
         with self._database.reading() as connection:
-            models = connection.execute(sa.select(_MODELS).order_by(_MODELS.c.id))
-            found = tuple(map(_logged_model, models))
+            found = tuple(map(_logged_model, connection.execute(models)))
             operations = connection.execute(uncovered)
             logged = tuple(map(_logged, operations))
-            pieces = connection.execute(sa.select(_PIECES).order_by(_PIECES.c.number))
-            queued = tuple(map(_logged_piece, pieces))
-            attempts = connection.execute(sa.select(_ATTEMPTS))
+            queued = tuple(map(_logged_piece, connection.execute(pieces)))
+            own = self.ids.are_in(_ATTEMPTS.c.model)
+            attempts = connection.execute(sa.select(_ATTEMPTS).where(own))
             strikes = {
                 (one.model, one.seq_id, one.number): one.strikes for one in attempts
             }
@@ -551,12 +568,14 @@ class Ledger:
 
 
 class _Lock:
-    """Keeps a second server from a database as long as this process has it."""
+    """Keeps a second process from being an engine as long as this one is."""
 
-    def __init__(self, database: Database):
+    def __init__(self, database: Database, engine: int):
         self._handle, self._connection = -1, None
+        self._number = _ADVISORY_LOCK + engine
         if database.is_sqlite:
-            path = f"{database.engine.url.database}.lock"
+            which = f".{engine}" if engine else ""
+            path = f"{database.engine.url.database}{which}.lock"
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -566,7 +585,7 @@ class _Lock:
         else:
             self._connection = database.engine.connect()
             self._connection.detach()  # the lock ends when it is closed
-            lock = sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK))
+            lock = sa.select(sa.func.pg_try_advisory_lock(self._number))
             is_mine = self._connection.scalar(lock)
             self._connection.commit()
             if not is_mine:
@@ -583,9 +602,8 @@ class _Lock:
             # Postgres notices later that a connection is closed, and another server may
             # be starting. If it is away, it has dropped the lock.
             with contextlib.suppress(sa.exc.DBAPIError):
-                connection.execute(
-                    sa.select(sa.func.pg_advisory_unlock(_ADVISORY_LOCK))
-                )
+                unlock = sa.func.pg_advisory_unlock(self._number)
+                connection.execute(sa.select(unlock))
                 connection.commit()
             connection.close()
 

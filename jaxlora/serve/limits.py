@@ -197,7 +197,7 @@ UPLOADS = "/jobs/v1/uploads/"
 # Frames with a larger window would need as much memory for any content.
 _SMALL_BODY = 2**16
 _PIECE_BYTES = 2**20  # that are decompressed at once, and take memory
-_MOST_WINDOW = 2**27
+MOST_WINDOW = 2**27
 
 
 class BodyLimits:
@@ -208,14 +208,18 @@ class BodyLimits:
     bodies at all.
     """
 
-    def __init__(self, app: ASGIApp, limits: RequestLimits):
+    def __init__(
+        self, app: ASGIApp, limits: RequestLimits, *, decompresses: bool = True
+    ):
         """Makes the object.
 
         Args:
             app: The app.
             limits: The limits.
+            decompresses: Whether bodies arrive decompressed; else another one of these
+                follows.
         """
-        self._app, self._limits = app, limits
+        self._app, self._limits, self._decompresses = app, limits, decompresses
         self._open: dict[str, int] = defaultdict(int)  # bytes, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,9 +243,9 @@ class BodyLimits:
         try:
             receive = _bounded(receive, most, self._limits.body_seconds)
             encoding = headers.get("content-encoding", "identity").strip().lower()
-            if encoding == "zstd":
+            if encoding == "zstd" and self._decompresses:
                 scope, receive = await _decompressed(scope, receive, most)
-            elif encoding not in ("", "identity"):
+            elif encoding not in ("", "identity", "zstd"):
                 raise HTTPException(
                     415,
                     f"content-encoding {encoding:.40} is not read. Use zstd or none.",
@@ -349,7 +353,7 @@ def decompress(body: bytes, most: int) -> bytes:
     Raises:
         HTTPException: The body is not zstd, or larger.
     """
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
     # The reader would end without an error where a frame is cut off. One more frame
     # behind it is only read if the body is complete.
     end = secrets.token_bytes(16)

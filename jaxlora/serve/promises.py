@@ -12,7 +12,7 @@ from jaxlora.serve.operation import decode
 
 # Operations that ended so long ago are looked up in the ledger.
 _SECONDS_KEPT = 60.0
-_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+_REQUEST_ID = re.compile(r"[0-9a-z-]{32}")
 
 
 class Promises:

@@ -1,7 +1,6 @@
 """What tenants have on a server: sessions, models, checkpoints, uploads, jobs."""
 
 import dataclasses
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import sqlalchemy.exc
 
 from jaxlora.errors import JaxloraError
 from jaxlora.serve.database import Database, metadata
+from jaxlora.serve.ids import ONLY, Ids
 
 Kind = Literal["session", "model", "sampler", "checkpoint", "upload", "job"]
 
@@ -83,14 +83,21 @@ class Entry:
 class Registry:
     """The entries of all tenants. Any thread may use it; calls take milliseconds."""
 
-    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        database: Database,
+        ids: Ids = ONLY,
+        *,
+        clock: Callable[[], float] = time.time,
+    ):
         """Makes the object.
 
         Args:
             database: Where the entries are.
+            ids: Makes ids.
             clock: Returns Unix seconds.
         """
-        self._database, self._clock = database, clock
+        self._database, self._ids, self._clock = database, ids, clock
 
     def add(
         self,
@@ -108,7 +115,7 @@ class Registry:
         Args:
             kind: What it is.
             tenant: Whose it is.
-            id: Its id; None: 128 random bits.
+            id: Its id; None: a new one.
             parent: What it belongs to.
             expires_in: Seconds until it is deleted; None: never.
             num_bytes: Bytes that it has in the storage.
@@ -120,7 +127,7 @@ class Registry:
         now = self._clock()
         row = {
             "kind": kind,
-            "id": secrets.token_hex(16) if id is None else id,
+            "id": self._ids.new() if id is None else id,
             "tenant": tenant,
             "parent": parent,
             "created_at": now,
@@ -207,9 +214,30 @@ class Registry:
         Raises:
             NotFound: As for `owned`.
         """
-        columns = {key: changes.pop(key) for key in _COLUMNS if key in changes}
+        return self.change(tenant, kind, id, lambda entry: changes)
+
+    def change(
+        self,
+        tenant: str,
+        kind: Kind,
+        id: str,
+        changes_of: Callable[[Entry], Mapping[str, Any]],
+    ) -> Entry:
+        """Changes an entry by what a function makes of it, as one change; returns it.
+
+        Args:
+            tenant: Whose it must be.
+            kind: What it must be.
+            id: Its id.
+            changes_of: Returns the changes, as for `update`.
+
+        Raises:
+            NotFound: As for `owned`.
+        """
         with self._database.writing() as connection:
             entry = _owned(connection, tenant, kind, id)
+            changes = dict(changes_of(entry))
+            columns = {key: changes.pop(key) for key in _COLUMNS if key in changes}
             columns["fields"] = dict(entry.fields) | changes
             connection.execute(self._one(_ENTRIES.update(), entry).values(columns))
         return dataclasses.replace(entry, **columns)
@@ -245,6 +273,18 @@ class Registry:
         """Returns the entries of a kind, of all tenants, whose time is over."""
         c = _ENTRIES.c
         found = sa.select(_ENTRIES).where(c.kind == kind, c.expires_at <= self._clock())
+        with self._database.reading() as connection:
+            return [Entry(**row._asdict()) for row in connection.execute(found)]
+
+    def used(self, kind: Kind, seconds: float) -> Sequence[Entry]:
+        """Returns the entries of a kind, of all tenants, that were used lately.
+
+        Args:
+            kind: The kind.
+            seconds: Within so many seconds.
+        """
+        c, since = _ENTRIES.c, self._clock() - seconds
+        found = sa.select(_ENTRIES).where(c.kind == kind, c.touched_at > since)
         with self._database.reading() as connection:
             return [Entry(**row._asdict()) for row in connection.execute(found)]
 

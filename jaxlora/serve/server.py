@@ -5,6 +5,7 @@ import dataclasses
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub
+from jaxlora.serve.ids import Ids
 from jaxlora.serve.jobs.jobs import Jobs
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.limits import Limits
@@ -19,6 +20,7 @@ class Server:
     Attributes:
         config: Its settings.
         database: Its database.
+        ids: Makes ids, which tell the engine.
         hub: Runs operations of models.
         registry: What tenants have.
         keys: Their keys.
@@ -30,6 +32,7 @@ class Server:
 
     config: ServeConfig
     database: Database
+    ids: Ids
     hub: Hub
     registry: Registry
     keys: Keys

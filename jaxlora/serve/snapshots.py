@@ -38,7 +38,7 @@ class Snapshots:
         self._engine, self._shared = engine, shared
         self._models, self._clock = shared.promises.models, shared.meter.clock
         self._num_writing = 0
-        self._next_number = 0  # of pieces of work
+        self._next_number = shared.ledger.ids.pieces.start  # of pieces of work
         self._needed: dict[int, set[str]] = {}  # models without a snapshot, by piece
 
     def remember(self, contents: Contents) -> None:

@@ -22,13 +22,14 @@ import obstore.exceptions
 import obstore.store
 
 from jaxlora.common.atomic import make_folder, sync_folder
+from jaxlora.common.file_lock import file_lock
 from jaxlora.errors import ConfigError, JaxloraError, StorageError
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 _MOST_KEY = 900
 _CHUNK = 2**20
 # Local: what is being written or deleted lies in this folder until it gets its name.
-_WRITING = ".writing"
+_WRITING, _LOCK = ".writing", ".lock"
 # Object stores: a thing's objects lie under a random name that begins with `@`. It is
 # there when this object is, which names the others.
 _COMMIT = "@complete"
@@ -56,6 +57,7 @@ class Storage:
         options: Mapping[str, Any] | None = None,
         cache: pathlib.Path | None = None,
         cache_bytes: int = 20 * 2**30,
+        writer: str = "0",
     ):
         """Opens a storage.
 
@@ -66,6 +68,7 @@ class Storage:
                 comes from its usual variables of the environment.
             cache: Folder for copies of what an object store has.
             cache_bytes: Bytes of such copies, above which old ones are removed.
+            writer: Name of this process among those that use a folder at the same time.
 
         Raises:
             ConfigError: The URL or an option cannot be used.
@@ -73,7 +76,7 @@ class Storage:
         """
         self._place: _Folder | _Bucket
         if isinstance(url, pathlib.Path) or url.startswith("file://"):
-            self._place = _Folder(_path_of(url))
+            self._place = _Folder(_path_of(url), writer)
             return
         if cache is None:
             raise ConfigError(f"storage={url!r:.200} needs a folder for copies.")
@@ -197,7 +200,7 @@ class Storage:
         self._place.delete(_checked(key))
 
     def clean(self) -> None:
-        """Removes what crashes have left half-written. No other process may write."""
+        """Removes what crashes of this writer have left half-written."""
         self._place.clean()
 
 
@@ -248,9 +251,10 @@ def _padding(num_bytes: int) -> int:
 class _Folder:
     """Keys are paths in a folder, and get there by a rename."""
 
-    def __init__(self, root: pathlib.Path):
-        self._root, self._lock = root, threading.Lock()
-        self._mark = secrets.token_hex(4)  # of what this object is writing
+    def __init__(self, root: pathlib.Path, writer: str):
+        self._root, self._writing = root, root / _WRITING
+        self._writer = f"{writer}-"
+        self._mark = self._writer + secrets.token_hex(4)  # of what this object writes
         with _folder_errors(str(root)):
             make_folder(root)
             root.chmod(0o700)
@@ -279,8 +283,7 @@ class _Folder:
         for folder in inside:
             if folder.is_dir():
                 sync_folder(folder)
-        # One process uses the folder, so nothing else can take the name meanwhile.
-        with self._lock:
+        with self._turn():
             if os.path.lexists(path):
                 raise _taken(key)
             make_folder(path.parent)
@@ -323,8 +326,8 @@ class _Folder:
         place = self._temporary()
         with _folder_errors(key):
             place.parent.mkdir(parents=True)
-            with self._lock, contextlib.suppress(FileNotFoundError):
-                path.rename(place)  # unless another thread was first
+            with self._turn(), contextlib.suppress(FileNotFoundError):
+                path.rename(place)  # unless somebody else was first
                 sync_folder(path.parent)
                 self._remove_empty(path.parent)
         shutil.rmtree(place.parent, ignore_errors=True)
@@ -337,12 +340,16 @@ class _Folder:
                 folder = folder.parent
 
     def clean(self) -> None:
-        for place in (self._root / _WRITING).glob("*"):
+        for place in self._writing.glob(f"{self._writer}*"):
             if not place.name.startswith(self._mark):
                 shutil.rmtree(place, ignore_errors=True)
 
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps other threads and processes from changing names meanwhile."""
+        return file_lock(self._root / _LOCK)
+
     def _temporary(self) -> pathlib.Path:
-        return self._root / _WRITING / f"{self._mark}{secrets.token_hex(8)}" / "new"
+        return self._writing / f"{self._mark}{secrets.token_hex(8)}" / "new"
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ do not run without.
 import json
 import os
 import pathlib
+import signal
 import subprocess
 
 import pytest
@@ -84,6 +85,29 @@ def test_a_client_does_not_notice_that_the_server_is_killed(tmp_path):
         assert training.returncode == 0 and len(losses) == 12
         found.append(losses)
     assert found[0] == found[1]
+
+
+@needs_client
+def test_an_engine_of_two_is_killed(tmp_path):
+    """Its client waits, that of the other goes on, and both have the same losses."""
+    model, port = tiny.write_model(tmp_path / "model"), free_port()
+    server = start_server(tmp_path, model, port, engines=2)
+    environment = os.environ | {"PYTHONPATH": ""} | client(f"http://127.0.0.1:{port}")
+    command = [PYTHONS[0], HERE / "tinker_loop.py", model, "30"]
+    start = lambda: subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    with start() as one, start() as other:
+        lines = [[one.stdout.readline()], [other.stdout.readline()]]
+        lock = tmp_path / "serve" / "engines" / "1" / "run.lock"
+        os.kill(json.loads(lock.read_text())["pid"], signal.SIGKILL)
+        for own, training in zip(lines, (one, other), strict=True):
+            own += training.stdout
+    server.terminate()
+    assert server.wait() == 0
+    assert one.returncode == other.returncode == 0
+    found = [[line for line in own if line.startswith("step")] for own in lines]
+    assert found[0] == found[1] and len(found[0]) == 30
 
 
 DESCRIBE = """

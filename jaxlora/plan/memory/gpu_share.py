@@ -6,6 +6,7 @@ by default. The command line takes more of a GPU that no other process uses.
 
 import csv
 import dataclasses
+import itertools
 import logging
 import os
 import pathlib
@@ -120,6 +121,30 @@ def choose_share(
 def _default(reason: str) -> tuple[None, str]:
     text = f"JAX takes its default, 75% of each GPU, as {reason}; {FRACTION} changes it"
     return None, text
+
+
+def visible_devices(
+    environ: Mapping[str, str] = os.environ,
+    query: Callable[[], Sequence[GpuUse] | None] | None = None,
+) -> list[str]:
+    """Returns the visible GPUs, each as CUDA_VISIBLE_DEVICES may name it alone.
+
+    Args:
+        environ: Environment variables.
+        query: Returns what `query_gpus` has found; None: it is called here.
+    """
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        items = [item.strip() for item in visible.split(",")]
+        # CUDA ignores what follows an invalid entry.
+        return [*itertools.takewhile(lambda item: item and item != "-1", items)]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    gpus = query_gpus() if query is None else query()
+    return [gpu.uuid for gpu in gpus or ()]
 
 
 def query_gpus() -> tuple[GpuUse, ...] | None:

@@ -7,10 +7,9 @@ import dataclasses
 import datetime
 import json
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +24,7 @@ from jaxlora.run.events import Event
 from jaxlora.run.job_progress import Status
 from jaxlora.serve.database import Database
 from jaxlora.serve.hub import Hub, Unavailable
+from jaxlora.serve.ids import ONLY, Ids
 from jaxlora.serve.jobs.batch_loss import check_objective
 from jaxlora.serve.jobs.driver import Driver, Surroundings
 from jaxlora.serve.jobs.record import Asked, Copy, Job, JobTable
@@ -62,6 +62,7 @@ class Jobs:
         database: Database,
         registry: Registry,
         limits: Limits,
+        ids: Ids = ONLY,
     ):
         """Makes the object, which `start` starts.
 
@@ -72,6 +73,7 @@ class Jobs:
             registry: Has the entries of uploads, and the bytes of adapters.
             limits: Limits and quotas; its settings say how many jobs run at once, and
                 which data sets tenants share.
+            ids: Makes ids of jobs, which tell their engine.
         """
         config = limits.config
         self.data = TenantData(storage, registry, limits, config.datasets)
@@ -79,7 +81,7 @@ class Jobs:
         self._hub, self._storage, self._limits = hub, storage, limits
         self._registry = registry
         self._num_places = config.running_jobs or config.session.num_slots
-        self._table = JobTable(database)
+        self._table, self._ids = JobTable(database, ids), ids
         self._jobs: dict[tuple[str, str], Job] = {}
         self._drivers: dict[str, Driver] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -148,15 +150,16 @@ class Jobs:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._keep()
 
-    def _keep(self, *jobs: Job) -> None:
-        """Writes what has changed.
+    def _keep(self, *jobs: Job, new: Sequence[Job] = ()) -> None:
+        """Writes what has changed, and jobs that are new.
 
         Raises:
-            StorageError: It cannot be written, and is kept for the next time.
+            Taken: The tenant of a new job has another one by its name.
+            StorageError: It cannot be written. Changes are kept for the next time.
         """
         self._changed |= {job.id: job for job in jobs}
-        if self._changed or self._lines:
-            self._table.write(self._changed.values(), self._lines)
+        if self._changed or self._lines or new:
+            self._table.write(self._changed.values(), self._lines, new)
             self._changed, self._lines = {}, []
 
     # ---- the queue -------------------------------------------------------------------
@@ -314,8 +317,8 @@ class Jobs:
     def _local(self, tenant: str, settings: LoraJob) -> LocalJob:
         adapters = {
             job.name.lower(): job.adapter
-            for job in self._jobs.values()
-            if job.tenant == tenant and job.progress.is_over and job.adapter
+            for job in self._of(tenant)
+            if job.progress.is_over and job.adapter
         }
         return self.data.local(tenant, settings, adapters)
 
@@ -366,16 +369,32 @@ class Jobs:
         return [*self._jobs.values()]
 
     def find(self, tenant: str, name: str) -> Job:
-        """Returns a tenant's job.
+        """Returns a tenant's job. One on another engine is only to be read.
 
         Raises:
             NotFound: The tenant has no such job.
         """
-        if (job := self._jobs.get((tenant, name.lower()))) is None:
-            raise NotFound(
-                f"there is no job {name!r:.120}. GET /jobs/v1/jobs lists yours."
-            )
+        if (job := self._jobs.get((tenant, name.lower()))) is not None:
+            return job
+        if (other := self._table.find(tenant, name)) is not None:
+            return other
+        raise NotFound(f"there is no job {name!r:.120}. GET /jobs/v1/jobs lists yours.")
+
+    def _own(self, tenant: str, name: str) -> Job:
+        """Returns a tenant's job, which this engine may change.
+
+        Raises:
+            NotFound: The tenant has no such job.
+            Misdirected: Another engine has it.
+        """
+        job = self.find(tenant, name)
+        self._ids.check(job.id)
         return job
+
+    def _of(self, tenant: str) -> list[Job]:
+        """Returns a tenant's jobs on all engines."""
+        own = [job for job in self._jobs.values() if job.tenant == tenant]
+        return [*self._table.others(tenant), *own]
 
     def adapter(self, tenant: str, name: str) -> tuple[Job, str]:
         """Returns a tenant's job, and the key in the storage of its adapter.
@@ -394,8 +413,8 @@ class Jobs:
 
     def with_adapters(self, tenant: str) -> list[Job]:
         """Returns a tenant's jobs that have an adapter, the newest first."""
-        own = [job for job in self.every() if job.tenant == tenant and job.adapter]
-        return sorted(own, key=lambda job: -job.created_at)
+        found = [job for job in self._of(tenant) if job.adapter]
+        return sorted(found, key=lambda job: -job.created_at)
 
     async def add(self, tenant: str, settings: LoraJob) -> dict[str, Any]:
         """Adds a job, and returns its description.
@@ -414,9 +433,8 @@ class Jobs:
         self._check_new(tenant, settings.name)
         self._limits.check_storage(tenant)
         job, prepared = await self._made(tenant, settings)
-        self._check_new(tenant, settings.name)  # another may have come meanwhile
+        self._keep(new=[job])
         self._jobs[job.key] = job
-        self._keep(job)
         if len(self._running) < self._num_places:
             self._prepared[job.id] = prepared
         self._fill_places()
@@ -425,17 +443,13 @@ class Jobs:
         return self.describe(job)
 
     def _check_new(self, tenant: str, name: str) -> None:
-        if (tenant, name.lower()) in self._jobs:
+        if self._table.id_of(tenant, name) is not None:
             raise Taken(f"you have a job {name!r} already. Choose another name.")
-        most = self._limits.quota(tenant).models
-        live = [
-            job
-            for job in self._jobs.values()
-            if job.tenant == tenant and not job.progress.is_over
-        ]
-        if most is not None and len(live) >= most:
+        if (most := self._limits.quota(tenant).models) is None:
+            return
+        if (live := [*self._table.live().values()].count(tenant)) >= most:
             raise OverQuota(
-                f"you have {len(live)} jobs that have not ended, and your quota is "
+                f"you have {live} jobs that have not ended, and your quota is "
                 f"{most} models. Stop one first."
             )
 
@@ -444,7 +458,7 @@ class Jobs:
         prepared = await self._prepare(self._local(tenant, settings), now)
         state = self._check(prepared)
         job = Job(
-            id=secrets.token_hex(16),
+            id=self._ids.new(),
             tenant=tenant,
             settings=settings,
             created_at=now,
@@ -551,7 +565,6 @@ class Jobs:
                 "state cannot be copied any more. When it has ended, set init_from to "
                 "it in a new job."
             )
-        self._check_new(tenant, settings.name)
         if at > job.num_steps:
             raise ConfigError(
                 f"job {name!r} has done {at} steps, and the copy is to have "
@@ -560,9 +573,14 @@ class Jobs:
         origin = {"job": parent.name, "step": at}
         job.settings = settings.replace(clone_of=origin)
         job.update(reason=f"it starts as a copy of {parent.name} at step {at}")
-        job.is_ready, parent.copies = False, (*parent.copies, Copy(job=job.id, at=at))
+        copies, job.is_ready = parent.copies, False
+        parent.copies = (*copies, Copy(job=job.id, at=at))
+        try:
+            self._keep(parent, new=[job])
+        except BaseException:
+            parent.copies = copies
+            raise
         self._jobs[job.key] = job
-        self._keep(job, parent)
         if parent.id not in self._running and self._owes_copies(parent):
             self._start(parent)
         return self.describe(job)
@@ -574,7 +592,7 @@ class Jobs:
             JaxloraError: There is no such job, it has not ended, or another job needs
                 its adapter.
         """
-        job = self.find(tenant, name)
+        job = self._own(tenant, name)
         if not job.progress.is_over:
             raise Conflict(f"job {name!r} has not ended. Stop it first.")
         self._check_unused(tenant, name, "init_from")
@@ -599,16 +617,16 @@ class Jobs:
         self.data.delete(tenant, name)
 
     def _check_unused(self, tenant: str, name: str, setting: str) -> None:
-        for job in self._jobs.values():
-            is_own = job.tenant == tenant and not job.progress.is_over
-            if is_own and name.lower() in _names(job.settings)[setting]:
+        for job in self._of(tenant):
+            is_live = not job.progress.is_over
+            if is_live and name.lower() in _names(job.settings)[setting]:
                 raise Conflict(
                     f"job {job.name!r} has {name!r} as {setting}, and has not ended. "
                     "Stop it first."
                 )
 
     def _live_job(self, tenant: str, name: str) -> Job:
-        job = self.find(tenant, name)
+        job = self._own(tenant, name)
         if job.progress.is_over:
             status, reason = job.progress.status, job.progress.reason
             raise Conflict(f"job {name!r} has ended already ({status}): {reason}.")
@@ -632,11 +650,7 @@ class Jobs:
         self, tenant: str, status: Status | None, limit: int, offset: int
     ) -> dict[str, Any]:
         """Returns a page of a tenant's jobs, the newest first."""
-        own = [
-            job
-            for job in self._jobs.values()
-            if job.tenant == tenant and status in (None, job.progress.status)
-        ]
+        own = [job for job in self._of(tenant) if status in (None, job.progress.status)]
         own.sort(key=lambda job: -job.created_at)
         places = self.places()
         shown = [self.describe(job, places) for job in own[offset : offset + limit]]

@@ -5,11 +5,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
+import sqlalchemy.exc
 
+from jaxlora.common.job_name import is_plain_name
 from jaxlora.config import LoraJob
 from jaxlora.run.job_progress import JobProgress
 from jaxlora.run.saved_fields import type_adapter
 from jaxlora.serve.database import Database, metadata
+from jaxlora.serve.ids import ONLY, Ids
+from jaxlora.serve.registry import Taken
 
 _JOBS = sa.Table(
     "jobs",
@@ -24,6 +28,14 @@ _LINES = sa.Table(
     sa.Column("job", sa.String(32), primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True),
     sa.Column("line", sa.Text, nullable=False),
+)
+_NAMES = sa.Table(
+    "job_names",
+    metadata,
+    sa.Column("tenant", sa.String(63), primary_key=True),
+    sa.Column("name", sa.String(200), primary_key=True),
+    sa.Column("job", sa.String(32), nullable=False, unique=True),
+    sa.Column("is_over", sa.Boolean, nullable=False),
 )
 
 
@@ -129,31 +141,81 @@ def is_of_job(model: str) -> bool:
 
 
 class JobTable:
-    """The jobs of all tenants in the database."""
+    """The jobs of all tenants in the database.
 
-    def __init__(self, database: Database):
-        """Makes the object."""
-        self._database = database
+    An engine runs its own jobs, and reads those of others.
+    """
+
+    def __init__(self, database: Database, ids: Ids = ONLY):
+        """Makes the object; `ids` are those of this engine."""
+        self._database, self._ids = database, ids
 
     def load(self) -> list[Job]:
-        """Returns all jobs, the oldest first."""
+        """Returns the jobs of this engine, the oldest first."""
+        jobs = self._read(self._ids.are_in(_JOBS.c.id))
+        with self._database.reading() as connection:
+            named = {*connection.scalars(sa.select(_NAMES.c.job))}
+        # An earlier version has made those without one.
+        if missing := [_name(job) for job in jobs if job.id not in named]:
+            with self._database.writing() as connection:
+                connection.execute(_NAMES.insert(), missing)
+        return jobs
+
+    def others(self, tenant: str) -> list[Job]:
+        """Returns a tenant's jobs on other engines, the oldest first."""
+        is_others = sa.not_(self._ids.are_in(_JOBS.c.id))
+        return self._read(sa.and_(_JOBS.c.tenant == tenant, is_others))
+
+    def find(self, tenant: str, name: str) -> Job | None:
+        """Returns a tenant's job on any engine; None: there is none."""
+        if (id := self.id_of(tenant, name)) is None:
+            return None
+        return next(iter(self._read(_JOBS.c.id == id)), None)
+
+    def id_of(self, tenant: str, name: str) -> str | None:
+        """Returns the id of a tenant's job on any engine; None: there is none."""
+        c = _NAMES.c
+        if not is_plain_name(name):
+            return None
+        found = sa.select(c.job).where(c.tenant == tenant, c.name == name.lower())
+        with self._database.reading() as connection:
+            return connection.scalar(found)
+
+    def live(self) -> dict[str, str]:
+        """Returns the tenants of all jobs that have not ended, by their ids."""
+        c = _NAMES.c
+        with self._database.reading() as connection:
+            rows = connection.execute(
+                sa.select(c.job, c.tenant).where(sa.not_(c.is_over))
+            )
+            return {row.job: row.tenant for row in rows}
+
+    def _read(self, which: sa.ColumnElement[bool]) -> list[Job]:
         read = type_adapter(Job)
         with self._database.reading() as connection:
-            rows = connection.execute(sa.select(_JOBS.c.state)).all()
+            rows = connection.execute(sa.select(_JOBS.c.state).where(which)).all()
         jobs = [read.validate_json(row.state) for row in rows]
         return sorted(jobs, key=lambda job: job.created_at)
 
-    def write(self, jobs: Iterable[Job], lines: Sequence[tuple[Job, int, str]]) -> None:
+    def write(
+        self,
+        jobs: Iterable[Job],
+        lines: Sequence[tuple[Job, int, str]],
+        new: Sequence[Job] = (),
+    ) -> None:
         """Writes jobs and new lines of metrics, all or none.
 
         Args:
-            jobs: Jobs that are new or have changed.
+            jobs: Jobs that have changed.
             lines: Lines with their jobs and numbers.
+            new: Jobs that are new.
 
         Raises:
+            Taken: The tenant of a new job has another one by its name.
             StorageError: The database cannot be written.
         """
-        dump = type_adapter(Job).dump_json
+        jobs, dump = [*jobs, *new], type_adapter(Job).dump_json
+        over = [job.id for job in jobs if job.progress.is_over]
         rows = [
             {
                 "id": job.id,
@@ -163,12 +225,22 @@ class JobTable:
             }
             for job in jobs
         ]
-        new = [{"job": j.id, "number": n, "line": line} for j, n, line in lines]
+        added = [{"job": j.id, "number": n, "line": line} for j, n, line in lines]
         with self._database.writing() as connection:
+            for job in new:
+                try:
+                    connection.execute(_NAMES.insert().values(_name(job)))
+                except sa.exc.IntegrityError:
+                    raise Taken(
+                        f"you have a job {job.name!r} already. Choose another name."
+                    ) from None
             if rows:
                 ids = [row["id"] for row in rows]
                 connection.execute(_JOBS.delete().where(_JOBS.c.id.in_(ids)))
                 connection.execute(_JOBS.insert(), rows)
+            if over:
+                ended = _NAMES.update().where(_NAMES.c.job.in_(over))
+                connection.execute(ended.values(is_over=True))
             # A transaction may be on disk although the connection broke before the
             # database said so. It is then written again.
             for job in {job.id: job for job, *_ in lines}.values():
@@ -176,14 +248,15 @@ class JobTable:
                 c = _LINES.c
                 old = _LINES.delete().where(c.job == job.id, c.number >= first)
                 connection.execute(old)
-            if new:
-                connection.execute(_LINES.insert(), new)
+            if added:
+                connection.execute(_LINES.insert(), added)
 
     def delete(self, job: Job) -> None:
         """Deletes a job and its metrics."""
         with self._database.writing() as connection:
             connection.execute(_LINES.delete().where(_LINES.c.job == job.id))
             connection.execute(_JOBS.delete().where(_JOBS.c.id == job.id))
+            connection.execute(_NAMES.delete().where(_NAMES.c.job == job.id))
 
     def lines(self, job: Job, after: int, limit: int) -> list[str]:
         """Returns lines of a job's metrics from a number on, each a JSON object."""
@@ -196,3 +269,10 @@ class JobTable:
         )
         with self._database.reading() as connection:
             return [row.line for row in connection.execute(found)]
+
+
+def _name(job: Job) -> dict[str, Any]:
+    """Returns the row with the name of a job."""
+    tenant, name = job.key
+    is_over = job.progress.is_over
+    return {"tenant": tenant, "name": name, "job": job.id, "is_over": is_over}

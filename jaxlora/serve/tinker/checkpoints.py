@@ -6,7 +6,7 @@ the client asks for it. It is there as soon as the storage has what the entry na
 
 import asyncio
 import datetime
-import threading
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -28,7 +28,6 @@ KINDS = {
 _SCHEME = "tinker://"
 _LINK_SECONDS = 3600.0
 _MOST_LISTED = 1000
-_CHANGES = threading.Lock()  # of what replaces checkpoints
 
 MayRead = Annotated[Principal, Depends(allowed("read"))]
 MayTrain = Annotated[Principal, Depends(allowed("train"))]
@@ -104,10 +103,10 @@ def reserve(
             # What is there never changes, so the new one lies beside it until it is
             # whole.
             fields |= {"key": f"{key}:{seq_id}", "ttl": ttl}
-            with _CHANGES:
-                old = server.registry.owned(model.tenant, "checkpoint", id)
-                newer = [*_newer(old), fields]
-                server.registry.update(old.tenant, old.kind, id, next=newer)
+            server.registry.change(
+                *(model.tenant, "checkpoint", id),
+                lambda now: {"next": [*_newer(now), fields]},
+            )
             return fields["key"]
         if there is not None:
             raise ConfigError(
@@ -147,20 +146,11 @@ def settled(server: Server, entry: Entry) -> Entry | None:
     for number, new in reversed([*enumerate(newer)]):
         if (size := _size(server, new["key"])) is None:
             continue
-        with _CHANGES:
-            now = registry.touch(*address)
-            if new not in _newer(now):
-                return now  # another request has done this
-            ttl, left = new["ttl"], _newer(now)[_newer(now).index(new) + 1 :]
-            found = registry.update(
-                *address,
-                key=new["key"],
-                seq_id=new["seq_id"],
-                metadata=new["metadata"],
-                next=left,
-                num_bytes=size,
-                expires_at=None if ttl is None else now.touched_at + ttl,
-            )
+        ends = None
+        if new["ttl"] is not None:
+            ends = registry.touch(*address).touched_at + new["ttl"]
+        replace = functools.partial(_replaced, new, size, ends)
+        found = registry.change(*address, replace)
         for old in (entry.fields, *newer[:number]):
             server.storage.delete(old["key"])
         return found
@@ -169,6 +159,22 @@ def settled(server: Server, entry: Entry) -> Entry | None:
     if (size := _size(server, entry.fields["key"])) is None:
         return None
     return registry.update(*address, num_bytes=size)
+
+
+def _replaced(
+    new: Mapping[str, Any], size: int, ends: float | None, now: Entry
+) -> Mapping[str, Any]:
+    """Returns the changes of an entry that what is newer replaces."""
+    if new not in _newer(now):
+        return {}  # another request has done this
+    return {
+        "key": new["key"],
+        "seq_id": new["seq_id"],
+        "metadata": new["metadata"],
+        "next": _newer(now)[_newer(now).index(new) + 1 :],
+        "num_bytes": size,
+        "expires_at": ends,
+    }
 
 
 def _size(server: Server, key: str) -> int | None:

@@ -237,7 +237,7 @@ class Samplers:
             if (known := self._by_number.get(number)) is not None:
                 return _checked(known, digest)
             sample = Sample(
-                request_id=secrets.token_hex(16),
+                request_id=self._server.ids.new(),
                 tenant=sampler.tenant,
                 number=number,
                 digest=digest,

@@ -26,15 +26,14 @@ from jaxlora.config.serve_config import ServeConfig
 from jaxlora.config.session_config import AdamParams
 from jaxlora.errors import ConfigError, DeviceError
 from jaxlora.hf.load import load_model
+from jaxlora.serve import listener
 from jaxlora.serve.app import (
-    _bind,
     delete_expired,
     end_unused,
     make_app,
     make_server,
     park_lapsed,
     serve,
-    uvicorn_settings,
 )
 from jaxlora.serve.keys import Principal, allowed
 from jaxlora.serve.limits import OverQuota
@@ -228,14 +227,17 @@ def test_a_long_poll_is_answered_when_the_server_ends(server):
 def test_an_idle_connection_is_closed_by_its_client_or_proxy():
     """nginx keeps those to the server for 60 s, and so do load balancers."""
     config = ServeConfig(model="m", folder="serve")
-    assert uvicorn_settings(config, FastAPI()).timeout_keep_alive > 60
+    config = config.replace(port=free_port())
+    with listener.listen(config) as made:
+        server = made.server(FastAPI(), lambda: None)
+    assert server.config.timeout_keep_alive > 60
 
 
 def test_a_request_waits_for_no_long_turn_of_the_engine(monkeypatch, tmp_path):
     """It needs several turns of Python's lock, each of which took 5 ms."""
     found, before = [], sys.getswitchinterval()
 
-    def make_server(config):
+    def make_server(config, engine):
         found.append(sys.getswitchinterval())
         raise ConfigError("that is all")
 
@@ -537,4 +539,4 @@ def test_a_server_ends_by_a_signal_and_keeps_others_out(tmp_path, capsys):
 def test_a_host_that_is_none_is_refused_before_anything_is_loaded(host):
     config = ServeConfig(model="m", host=host, behind_proxy=True)
     with pytest.raises(ConfigError, match=r"cannot listen .* Set another port"):
-        _bind(config)
+        listener._bind(config)

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from jaxlora.errors import ConfigError, StorageError
 from jaxlora.serve import ledger as module
 from jaxlora.serve.database import Database
+from jaxlora.serve.ids import Ids, engine_of
 from jaxlora.serve.ledger import (
     EVERYTHING,
     Ledger,
@@ -244,3 +245,38 @@ def test_files_that_are_cut(tmp_path, seed):
             future.result(timeout=60)
         again.close()
         assert all(is_there(other, 60))
+
+
+def covered(model: str) -> LoggedModel:
+    return LoggedModel(id=model, tenant="t", covered_seq=1, snapshot=None)
+
+
+def test_engines_of_a_database_do_not_see_each_others_work(database, clock):
+    one, other = Ids(), Ids(3)
+    with contextlib.closing(Ledger(database, one, clock=clock)) as first:
+        with pytest.raises(ConfigError, match="another server uses the database"):
+            Ledger(database, one)
+        with contextlib.closing(Ledger(database, other, clock=clock)) as second:
+            with pytest.raises(ConfigError, match="another server uses the database"):
+                Ledger(database, other)
+            for ids, ledger in ((one, first), (other, second)):
+                model = f"{ids.new()}:train:0"
+                one_more = logged(model, 1, CREATE)
+                ledger.accept(dataclasses.replace(one_more, request_id=ids.new()))
+                ledger.queue(piece(ids.pieces.start, 96, (model, 1)))
+                ledger.finish(model, 1, Done())
+                ledger.cover(covered(model), [])
+            for ids, ledger in ((one, first), (other, second)):
+                ledger.flush()
+                found = ledger.read()
+                assert len(found.models) == len(found.pieces) == 1
+                assert engine_of(found.models[0].id) == ids.engine
+            # What nobody asks for any more is forgotten by its own engine.
+            clock.now += 100
+            first.forget(50)
+            first.flush()
+            model = second.read().models[0].id
+            assert second.find(model, 1) is not None
+            second.forget(50)
+            second.flush()
+            assert second.find(model, 1) is None

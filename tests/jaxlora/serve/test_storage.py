@@ -157,6 +157,23 @@ def test_a_restart_removes_what_a_crash_left(tmp_path):
     assert root.stat().st_mode & 0o777 == 0o700
 
 
+def test_processes_share_a_folder(tmp_path):
+    """None removes what another is writing, and only one gets a name."""
+    root = tmp_path / "files"
+    one, other = Storage(root, writer="0"), Storage(root, writer="1")
+    with one.writing(KEY) as path:
+        path.write_bytes(b"1")
+        Storage(root, writer="1").clean()
+        with (
+            pytest.raises(ConfigError, match="is there already"),
+            other.writing(KEY) as late,
+        ):
+            late.write_bytes(b"2")
+            put(Storage(root, writer="2"), KEY, b"3")
+        (root / KEY).unlink()
+    assert one.fetch(KEY).read_bytes() == b"1"
+
+
 def test_a_crash_during_an_upload_leaves_nothing_that_can_be_seen(
     tmp_path, monkeypatch
 ):
