@@ -91,7 +91,8 @@ def test_logits_and_gradients_equal_those_of_torch(case):
     rows = pack([other, sample], total=128)
     gradients, logits = run(spec, tables, model.params, settings, rows, is_target)
     gradients = to_paths(spec.stacks, {n: x[0] for n, x in gradients.items()})
-    assert relative_error(logits[own], golden["logits"]) < 1e-5
+    # 1.09e-5 on some processors, whose sums have another order.
+    assert relative_error(logits[own], golden["logits"]) < 2e-5
     for path, name in names.items():
         for table, theirs in OF_PEFT.items():
             wanted = golden[f"{name}.{theirs}.gradient"]

@@ -347,6 +347,7 @@ def test_the_page_of_a_server_moves(browser, served, size):
         row = tab.locator("tr", has_text=f"{one}:0")
         row.wait_for()
         before = tab.evaluate(CURVE % f"{one}:train:0")
+        tab.evaluate(SHIFTS.replace("true", "false"))  # from now on
         served.do("alice", f"{one}:train:0", training_pass(), STEP)
         look(tab)
         row.get_by_text("2", exact=True).wait_for()
@@ -358,7 +359,6 @@ def test_the_page_of_a_server_moves(browser, served, size):
         assert not tab.get_by_role("heading", name="Fill").is_visible()
         # The key is this tab's alone.
         assert tab.evaluate("[localStorage.length, document.cookie]") == [0, ""]
-        tab.evaluate(SHIFTS)
         look(tab)
         assert tab.evaluate("window.shifted || 0") < 0.1
 

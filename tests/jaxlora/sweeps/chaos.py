@@ -77,7 +77,9 @@ def drive(folder: pathlib.Path, options: dict, number: int) -> None:
         ledger.dies(after, rng.random() < 0.5)
         check_same_sweep(state, ledger)
         if "ray" not in options:
-            workers = Workers(Launcher(COMMAND, [environ] * len(made)))
+            workers = Workers(
+                Launcher(COMMAND, [environ] * len(made), [None] * len(made))
+            )
             Driver(folder, state, ledger, workers, made).run()
             return
         os.environ |= environ

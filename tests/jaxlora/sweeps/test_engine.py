@@ -430,7 +430,7 @@ def test_a_group_whose_worker_ends_again_and_again_is_given_up(make, monkeypatch
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "groups").touch()
-    launcher = Launcher((sys.executable, "-c", ""), [{}])
+    launcher = Launcher((sys.executable, "-c", ""), [{}], [None])
     with pytest.raises(StorageError, match="groups"):
         launcher.start(0, tmp_path / "groups" / "0-1", b"")
 
@@ -517,7 +517,7 @@ def start(tmp_path):
     made = []
 
     def workers(code: str) -> Workers:
-        made.append(Workers(Launcher((sys.executable, "-I", "-c", code), [{}])))
+        made.append(Workers(Launcher((sys.executable, "-I", "-c", code), [{}], [None])))
         assert made[-1].start(0, tmp_path / "groups" / "0-1")
         return made[-1]
 

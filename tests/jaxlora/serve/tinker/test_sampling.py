@@ -10,6 +10,7 @@ import pytest
 
 from jaxlora import Datum
 from jaxlora.config.serve_config import Quota, ServeConfig
+from jaxlora.serve.ids import Ids
 from jaxlora.serve.operation import Failed
 from jaxlora.serve.registry import Entry
 from jaxlora.serve.server import Server
@@ -226,7 +227,7 @@ class Kept:
         engine = types.SimpleNamespace(model=types.SimpleNamespace(config=model))
         hub = types.SimpleNamespace(engine=engine, sample=self._sample)
         server = object.__new__(Server)
-        for name, value in {"config": config, "hub": hub}.items():
+        for name, value in {"config": config, "hub": hub, "ids": Ids()}.items():
             object.__setattr__(server, name, value)
         self.samplers = Samplers(server, clock=clock)
         self._futures: list[Future] = []
