@@ -75,7 +75,7 @@ class Listener:
         """Serves an app until SIGTERM or Ctrl-C.
 
         Raises:
-            JaxloraError: The app could not start, and has it as `app.state.failure`.
+            Exception: The app could not start, and has it as `app.state.failure`.
         """
         try:
             server.run(sockets=None if self.bound is None else [self.bound])

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from fastapi.testclient import TestClient
 from jaxlora.cli.main import main
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.config.session_config import AdamParams
-from jaxlora.errors import ConfigError, DeviceError
+from jaxlora.errors import ConfigError, DeviceError, StorageError
 from jaxlora.hf.load import load_model
 from jaxlora.serve import listener
 from jaxlora.serve.app import (
@@ -245,6 +246,20 @@ def test_a_request_waits_for_no_long_turn_of_the_engine(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="that is all"):
         serve(ServeConfig(model="m", folder=str(tmp_path), port=free_port()))
     assert found[0] <= 0.001 and sys.getswitchinterval() == before
+
+
+def test_a_server_whose_jobs_cannot_be_read_ends(model, tmp_path, monkeypatch):
+    """A thread that runs on would keep its process, which answers nobody."""
+    server, app = make(model, tmp_path)
+
+    def start():
+        raise StorageError("the database is away")
+
+    monkeypatch.setattr(server.jobs, "start", start)
+    with pytest.raises(StorageError, match="is away") as found, TestClient(app):
+        pass
+    assert app.state.failure is found.value  # which `serve` raises
+    assert "engine" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_pages_of_other_sites_cannot_use_a_local_server(local):
