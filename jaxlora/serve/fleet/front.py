@@ -194,13 +194,14 @@ class Front:
         else:
             most = self.config.limits.body_bytes
             number = await engine_named(scope, incoming, most)
-        if number in self.engines:
-            engine = self.engines[number]
-            if scope["method"] != "GET":
-                await engine.wait(_WAIT_SECONDS)
-            if engine.health is not None:
-                return engine
-        return await self.any()
+        if number not in self.engines:
+            return await self.any()
+        engine = self.engines[number]
+        if scope["method"] == "GET" and engine.health is None:
+            return await self.any()  # all can read
+        await engine.wait(_WAIT_SECONDS)
+        # It may be away again by now. Another one would say that it has nothing.
+        return engine
 
     async def _engine_of_job(self, scope: Scope) -> int | None:
         name = scope["path"].removeprefix(_JOBS).partition("/")[0]

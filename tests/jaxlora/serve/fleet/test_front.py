@@ -1,5 +1,7 @@
 """Several engines behind one address are used as one server is."""
 
+import asyncio
+import dataclasses
 import pathlib
 
 import httpx
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlora.serve.fleet import front as module
+from jaxlora.serve.fleet.relay import Incoming
 from jaxlora.serve.ids import Misdirected, engine_of
 from jaxlora.serve.operation import Unload
 from jaxlora.session.datum import Datum
@@ -97,6 +100,32 @@ def test_clients_of_an_engine_that_is_away_wait_and_others_do_not(
         fleet.start(1)
         fleet.wait(1)
         assert train(api, found[1], 4, 2, seed=9) == elsewhere
+
+
+def test_a_request_about_an_engine_goes_to_no_other(fleet, monkeypatch):
+    """Another one would say that there is no such result, and the client gives up."""
+    engines = {n: module.Engine(n, pathlib.Path("none")) for n in range(2)}
+    front = dataclasses.replace(fleet.front, engines=engines)
+    engines[0].health = "ok"
+
+    async def receive():
+        return {"type": "http.request", "body": b'{"request_id": "e1-a"}'}
+
+    async def healthz(path, headers):
+        return 200, b'{"status": "ok"}'
+
+    async def choose():
+        path = "/api/v1/retrieve_future"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        choosing = asyncio.create_task(front.choose(scope, Incoming(receive)))
+        await asyncio.sleep(0.01)
+        assert not choosing.done()
+        monkeypatch.setattr(engines[1].relay, "get", healthz)
+        await engines[1].look()
+        engines[1].lose()  # before the request goes on
+        return await choosing
+
+    assert asyncio.run(choose()) is engines[1]
 
 
 def test_jobs_of_a_tenant_run_on_all_engines_and_are_one_list(fleet, tmp_path):
