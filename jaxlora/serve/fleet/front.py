@@ -70,7 +70,7 @@ class Engine:
             _, body = await asyncio.wait_for(get, _ANSWER_SECONDS)
             self.health = json.loads(body)["status"]
             self._is_back.set()
-        except (Away, TimeoutError, ValueError):
+        except (Away, TimeoutError, ValueError, KeyError):  # it may answer an error
             self.lose()
 
     async def watch(self) -> None:

@@ -128,6 +128,19 @@ def test_a_request_about_an_engine_goes_to_no_other(fleet, monkeypatch):
     assert asyncio.run(choose()) is engines[1]
 
 
+@pytest.mark.parametrize("body", [b'{"detail": "an error"}', b"Internal Server Error"])
+def test_an_engine_that_answers_with_an_error_is_away(body, monkeypatch):
+    engine = module.Engine(0, pathlib.Path("none"))
+    engine.health = "ok"
+
+    async def healthz(path, headers):
+        return 500, body
+
+    monkeypatch.setattr(engine.relay, "get", healthz)
+    asyncio.run(engine.look())
+    assert engine.health is None
+
+
 def test_jobs_of_a_tenant_run_on_all_engines_and_are_one_list(fleet, tmp_path):
     api = fleet.as_tenant("jobs")
     call = lambda method, path, **given: fleet.client.request(
