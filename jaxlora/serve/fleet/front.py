@@ -312,17 +312,15 @@ def _router(front: Front) -> APIRouter:
     async def state(
         request: Request,
         who: Anyone,
-        after: Annotated[str, Query(max_length=20_000)] = "",
-        epoch: Annotated[str, Query(max_length=20_000)] = "",
+        after: Annotated[str, Query(max_length=20_000, pattern="^[0-9.]*$")] = "",
+        epoch: Annotated[str, Query(max_length=20_000, pattern="^[0-9a-f.-]*$")] = "",
     ) -> Response:
         epochs = dict(one.split("-", 1) for one in epoch.split(".") if "-" in one)
         known = dict(zip(epochs, after.split("."), strict=False))
         paths = everywhere("/page/state") | {
             number: f"/page/state?after={known[name]}&epoch={epochs[name]}"
             for number in front.engines
-            if (name := str(number)) in known
-            and known[name].isdecimal()
-            and epochs[name].isalnum()
+            if known.get(name := str(number))
         }
         views = _views(await front.ask(request, paths))
         if epoch and merge.epoch_of(views) != epoch:  # all points are to come anew

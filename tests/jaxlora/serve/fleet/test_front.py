@@ -218,6 +218,8 @@ def test_metrics_and_the_page_are_of_all_engines(fleet):
     # After a restart of an engine, all points come anew.
     wrong = after.replace(view["epoch"].rpartition("-")[2], "0" * 16)
     assert {*models} <= get(f"/page/state{wrong}").json()["points"].keys()
+    for damaged in ("?after=\u0663&epoch=0-a", "?after=1&epoch=0-\u00e4"):
+        assert get(f"/page/state{damaged}").status_code == 422
 
 
 def test_bodies_are_bounded_and_large_ones_are_streamed(model, tmp_path):
