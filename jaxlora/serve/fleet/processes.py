@@ -70,14 +70,17 @@ class EngineProcess:
         try:
             while True:
                 begun = loop.time()
-                self._process = await self._start()
-                status = await self._process.wait()
+                try:
+                    self._process = await self._start()
+                    how = f"with status {await self._process.wait()}"
+                except OSError as error:  # such as no memory for a process
+                    how = f"before it began: {error}"
                 self.has_ended = True
                 if loop.time() - begun > _STEADY_SECONDS:
                     seconds = _RESTART_SECONDS[0]
                 logger.error(
-                    "engine %d has ended with status %d, and starts again in %g s",
-                    *(self.number, status, seconds),
+                    "engine %d has ended %s, and starts again in %g s",
+                    *(self.number, how, seconds),
                 )
                 await asyncio.sleep(seconds)
                 seconds = min(longest, 2 * seconds)
