@@ -13,6 +13,7 @@ from jaxlora.cli import serve as cli
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory import gpu_share
+from jaxlora.run.lock import RunLock
 from jaxlora.serve.fleet import processes
 from jaxlora.serve.fleet.processes import EngineProcess
 
@@ -102,6 +103,23 @@ def test_a_process_that_cannot_begin_begins_later(engine, tmp_path, caplog):
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert "engine 1 has ended before it began: " in caplog.text
+
+
+def test_an_engine_that_a_killed_front_has_left_may_end(engine, tmp_path, caplog):
+    """It writes snapshots first, and keeps others out of its folder as long."""
+
+    async def run():
+        with contextlib.ExitStack() as earlier:
+            earlier.enter_context(RunLock(engine.folder))
+            async with kept(engine):
+                while "engine 1 waits for the end of process" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                assert not (tmp_path / "told").exists()
+                earlier.close()
+                await lines(tmp_path, 1)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert not engine.has_ended
 
 
 def cli_config(path):
