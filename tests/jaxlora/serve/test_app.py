@@ -137,6 +137,16 @@ def test_without_a_key_nothing_is_answered(client, server):
     assert client.get("/healthz").json() == {"status": "ok"}
 
 
+def test_without_a_key_no_body_is_read(client):
+    """One of 6 kB may become 64 MB in memory."""
+    zstd = {"content-encoding": "zstd"}
+    for method, path in (("GET", "/healthz"), ("POST", "/api/v1/healthz")):
+        for body in (zstandard.compress(bytes(900)), iter([b"a"])):
+            answer = client.request(method, path, content=body, headers=zstd)
+            assert answer.status_code == 413, path
+            assert "has no body" in answer.text
+
+
 def test_a_key_is_read_from_either_header_and_has_scopes(client, server):
     key = headers(server, "train")["x-api-key"]
     for given in ({"x-api-key": key}, {"authorization": f"Bearer {key}"}):
