@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
@@ -242,6 +243,19 @@ def test_an_idle_connection_is_closed_by_its_client_or_proxy():
     with listener.listen(config) as made:
         server = made.server(FastAPI(), lambda: None)
     assert server.config.timeout_keep_alive > 60
+
+
+def test_more_clients_may_wait_than_a_process_may_usually_have_files(monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        made, app = listener.Listener(settings={}), FastAPI()
+        server = made.server(app, lambda: None)
+        monkeypatch.setattr(server, "run", lambda sockets: None)
+        made.run(server, app)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_request_waits_for_no_long_turn_of_the_engine(monkeypatch, tmp_path):
