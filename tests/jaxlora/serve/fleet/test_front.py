@@ -157,7 +157,7 @@ def test_jobs_of_a_tenant_run_on_all_engines_and_are_one_list(fleet, tmp_path):
     for name in ("a", "b"):
         while call("GET", f"jobs/{name}").json()["status"] != "finished":
             pass
-        assert call("POST", f"jobs/{name}/stop").status_code == 400  # it has ended
+        assert call("POST", f"jobs/{name}/stop").status_code == 409  # it has ended
         chat = {"model": name, "messages": [{"role": "user", "content": "a"}]}
         found = fleet.client.post(
             "/v1/chat/completions", headers=api.key, json=chat | {"max_tokens": 1}
@@ -233,7 +233,7 @@ def test_bodies_are_bounded_and_large_ones_are_streamed(model, tmp_path):
         assert put("b", iter([line] * 1_200)).status_code == 201  # length is not said
         assert put("c", line * 1_600).status_code == 413
         assert put("d", iter([line] * 1_600)).status_code == 413
-        assert put("a", line).status_code == 400  # there is one
+        assert put("a", line).status_code == 409  # there is one
         answer = fleet.client.post(
             "/api/v1/create_session", headers=own, content=bytes(30_000)
         )
