@@ -156,14 +156,17 @@ def make_app(server: Server) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await asyncio.to_thread(server.hub.start)
-        except JaxloraError as error:
+            tending = asyncio.create_task(_tend(server))
+            try:
+                yield  # what starts next may fail, too
+            finally:
+                tending.cancel()
+        except Exception as error:
             app.state.failure = error
             raise
-        tending = asyncio.create_task(_tend(server))
-        yield
-        tending.cancel()
-        await asyncio.to_thread(server.hub.stop)
-        server.database.close()
+        finally:  # the process does not end as long as a thread runs
+            await asyncio.to_thread(server.hub.stop)
+            server.database.close()
 
     app = FastAPI(title="jaxlora", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server

@@ -110,7 +110,9 @@ class Guard:
         try:
             self._check_site(request)
             # In older versions of Starlette, the header Host can change `request.url`.
-            if not _is_public(scope["path"]):
+            if _is_public(scope["path"]):
+                _check_no_body(request)
+            else:
                 await authenticate(request)
             await self._app(scope, receive, answer)
         except asyncio.CancelledError:  # the server ends, and this is a long poll
@@ -162,6 +164,13 @@ class Guard:
 
 def _is_public(path: str) -> bool:
     return path in PUBLIC or path.startswith(_PUBLIC_FOLDERS)
+
+
+def _check_no_body(request: Request) -> None:
+    """Refuses a body of somebody without a key, which would take memory."""
+    headers = request.headers
+    if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
+        raise HTTPException(413, "a request for this path has no body. Leave it out.")
 
 
 def _path(scope: Scope) -> str:

@@ -63,7 +63,8 @@ class Ids:
         """Returns the condition that a column has ids of this engine."""
         if self.engine:
             return column.like(f"{self._prefix}%")
-        return column.not_like("e%-%")
+        # Not `e%-%`, which an id with an ending is like: `e0...-reference`.
+        return sa.and_(column.not_like("e_-%"), column.not_like("e__-%"))
 
     @property
     def pieces(self) -> range:

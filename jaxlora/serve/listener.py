@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import resource
 import socket
 import ssl
 from collections.abc import Callable, Generator, Mapping
@@ -75,8 +76,12 @@ class Listener:
         """Serves an app until SIGTERM or Ctrl-C.
 
         Raises:
-            JaxloraError: The app could not start, and has it as `app.state.failure`.
+            Exception: The app could not start, and has it as `app.state.failure`.
         """
+        # Each long poll has a connection, and a second one from a front to its engine.
+        # The usual soft limit of 1024 is for programs that use `select`.
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         try:
             server.run(sockets=None if self.bound is None else [self.bound])
         except SystemExit:

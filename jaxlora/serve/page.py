@@ -63,9 +63,11 @@ def router(server: Server) -> APIRouter:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(history.load)
         saving = asyncio.create_task(_save_often(history))
-        yield
-        saving.cancel()
-        await asyncio.to_thread(history.save)
+        try:
+            yield
+        finally:
+            saving.cancel()
+            await asyncio.to_thread(history.save)
 
     made = APIRouter(lifespan=lifespan)
     page = Page.of("server", state=_STATE, needs_key=server.keys.demanded)

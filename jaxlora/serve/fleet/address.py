@@ -20,6 +20,8 @@ _ANYWHERE = frozenset(
     f"{TINKER}{name}" for name in ("session_heartbeat", "telemetry", "sessions/search")
 )
 _MOST_ID = 600
+# Of a compressed body, so much has its first bytes: a block is not larger than half.
+_MOST_BEGIN = 2**18
 # Other requests go on while a larger one is read.
 _LARGE_BODY = 2**17
 
@@ -54,7 +56,7 @@ async def engine_named(scope: Scope, incoming: Incoming, most: int) -> int | Non
     if headers.get("content-type", "").startswith(_PROTOBUF):
         return engine_of(await _model_of_protobuf(incoming, is_compressed))
     body = await incoming.whole()
-    if len(body) > _LARGE_BODY:
+    if is_compressed or len(body) > _LARGE_BODY:  # a small one may become large
         return await asyncio.to_thread(_engine_of_json, body, is_compressed, most)
     return _engine_of_json(body, is_compressed, most)
 
@@ -73,22 +75,24 @@ def _engine_of_json(body: bytes, is_compressed: bool, most: int) -> int | None:
 
 async def _model_of_protobuf(incoming: Incoming, is_compressed: bool) -> str:
     """Returns the id of the model, with which a pass in protobuf begins."""
-    sent = b""
-    while not incoming.is_complete:
+    sent, tried = bytearray(), 0
+    while len(sent) < _MOST_BEGIN and not incoming.is_complete:
         sent += await incoming.more()
-        begin = _decompressed(sent) if is_compressed else sent[:_MOST_ID]
-        if len(begin) >= _MOST_ID:
-            break
-    else:
-        begin = _decompressed(sent) if is_compressed else sent[:_MOST_ID]
+        if len(sent) >= 2 * tried:  # else many small pieces would take long
+            tried = len(sent)
+            if len(_beginning(sent, is_compressed)) == _MOST_ID:
+                break
+    begin = _beginning(sent, is_compressed)
     if len(begin) < 2 or begin[0] != 0x0A:  # field 1, of bytes
         return ""
     # A length below 128 is one byte; a longer id is none of ours.
     return begin[2 : 2 + begin[1]].decode(errors="replace")
 
 
-def _decompressed(sent: bytes) -> bytes:
+def _beginning(sent: bytearray, is_compressed: bool) -> bytes:
     """Returns the first bytes of a body, of which the beginning has come."""
+    if not is_compressed:
+        return bytes(sent[:_MOST_ID])
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
     try:
         with decompressor.stream_reader(io.BytesIO(sent)) as reader:

@@ -70,7 +70,7 @@ class Engine:
             _, body = await asyncio.wait_for(get, _ANSWER_SECONDS)
             self.health = json.loads(body)["status"]
             self._is_back.set()
-        except (Away, TimeoutError, ValueError):
+        except (Away, TimeoutError, ValueError, KeyError):  # it may answer an error
             self.lose()
 
     async def watch(self) -> None:
@@ -194,13 +194,14 @@ class Front:
         else:
             most = self.config.limits.body_bytes
             number = await engine_named(scope, incoming, most)
-        if number in self.engines:
-            engine = self.engines[number]
-            if scope["method"] != "GET":
-                await engine.wait(_WAIT_SECONDS)
-            if engine.health is not None:
-                return engine
-        return await self.any()
+        if number not in self.engines:
+            return await self.any()
+        engine = self.engines[number]
+        if scope["method"] == "GET" and engine.health is None:
+            return await self.any()  # all can read
+        await engine.wait(_WAIT_SECONDS)
+        # It may be away again by now. Another one would say that it has nothing.
+        return engine
 
     async def _engine_of_job(self, scope: Scope) -> int | None:
         name = scope["path"].removeprefix(_JOBS).partition("/")[0]
@@ -311,17 +312,15 @@ def _router(front: Front) -> APIRouter:
     async def state(
         request: Request,
         who: Anyone,
-        after: Annotated[str, Query(max_length=20_000)] = "",
-        epoch: Annotated[str, Query(max_length=20_000)] = "",
+        after: Annotated[str, Query(max_length=20_000, pattern="^[0-9.]*$")] = "",
+        epoch: Annotated[str, Query(max_length=20_000, pattern="^[0-9a-f.-]*$")] = "",
     ) -> Response:
         epochs = dict(one.split("-", 1) for one in epoch.split(".") if "-" in one)
         known = dict(zip(epochs, after.split("."), strict=False))
         paths = everywhere("/page/state") | {
             number: f"/page/state?after={known[name]}&epoch={epochs[name]}"
             for number in front.engines
-            if (name := str(number)) in known
-            and known[name].isdecimal()
-            and epochs[name].isalnum()
+            if known.get(name := str(number))
         }
         views = _views(await front.ask(request, paths))
         if epoch and merge.epoch_of(views) != epoch:  # all points are to come anew

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from jaxlora.common.atomic import make_folder, write_bytes
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.errors import ConfigError, JaxloraError
+from jaxlora.run.lock import find_owner, is_in_use
 from jaxlora.serve.database import Database
 from jaxlora.serve.fleet.front import Engine, Front, make_front
 from jaxlora.serve.jobs.record import JobTable
@@ -68,21 +69,32 @@ class EngineProcess:
         seconds, longest = _RESTART_SECONDS
         loop = asyncio.get_running_loop()
         try:
+            await self._wait_for_earlier()
             while True:
                 begun = loop.time()
-                self._process = await self._start()
-                status = await self._process.wait()
+                try:
+                    self._process = await self._start()
+                    how = f"with status {await self._process.wait()}"
+                except OSError as error:  # such as no memory for a process
+                    how = f"before it began: {error}"
                 self.has_ended = True
                 if loop.time() - begun > _STEADY_SECONDS:
                     seconds = _RESTART_SECONDS[0]
                 logger.error(
-                    "engine %d has ended with status %d, and starts again in %g s",
-                    *(self.number, status, seconds),
+                    "engine %d has ended %s, and starts again in %g s",
+                    *(self.number, how, seconds),
                 )
                 await asyncio.sleep(seconds)
                 seconds = min(longest, 2 * seconds)
         finally:
             await self._stop()
+
+    async def _wait_for_earlier(self) -> None:
+        """Waits for the engine of a front that was killed, which writes snapshots."""
+        if (owner := find_owner(self.folder)) is not None:
+            logger.warning("engine %d waits for the end of %s", self.number, owner)
+        while is_in_use(self.folder):
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _start(self) -> asyncio.subprocess.Process:
         device = {} if self.device is None else {"CUDA_VISIBLE_DEVICES": self.device}

@@ -1,6 +1,7 @@
 """Sends requests to an engine's process, and its answers back, piece by piece."""
 
 import asyncio
+import collections
 import contextlib
 import pathlib
 import time
@@ -139,7 +140,7 @@ class Relay:
     def __init__(self, socket: pathlib.Path):
         """Makes the object; `socket` is that of the engine."""
         self._socket = socket
-        self._idle: list[_Connection] = []
+        self._idle: collections.deque[_Connection] = collections.deque()
         self.num_open = 0
 
     @contextlib.asynccontextmanager
@@ -165,11 +166,11 @@ class Relay:
                 await connection.end()
 
     async def _connect(self) -> _Connection:
-        while self._idle:
-            found = self._idle.pop()
-            if time.monotonic() - found.idle_since < _IDLE_SECONDS:
-                return found
-            found.close()
+        before = time.monotonic() - _IDLE_SECONDS
+        while self._idle and self._idle[0].idle_since < before:  # the oldest is first
+            self._idle.popleft().close()
+        if self._idle:
+            return self._idle.pop()
         return _Connection(*await asyncio.open_unix_connection(str(self._socket)))
 
     def close(self) -> None:

@@ -39,8 +39,10 @@ def router(server: Server) -> APIRouter:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(jobs.start)
-        yield
-        await asyncio.to_thread(jobs.stop)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(jobs.stop)
 
     made = APIRouter(prefix="/jobs/v1")
     _add_data(made, jobs)

@@ -456,6 +456,7 @@ def _add_models(api: APIRouter, server: Server, models: Models) -> None:
 def unload(server: Server, model: Entry) -> Promise:
     """Unloads a model after all that was asked of it."""
     promise = server.hub.submit_last(model.tenant, model.id, Unload())
+    promise.accepted.result()  # else a crash could leave it loaded for ever
     server.registry.update(model.tenant, "model", model.id, unloaded=True)
     return promise
 

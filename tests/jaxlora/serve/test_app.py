@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import logging
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from typing import Annotated
 
@@ -24,7 +26,7 @@ from fastapi.testclient import TestClient
 from jaxlora.cli.main import main
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.config.session_config import AdamParams
-from jaxlora.errors import ConfigError, DeviceError
+from jaxlora.errors import ConfigError, DeviceError, StorageError
 from jaxlora.hf.load import load_model
 from jaxlora.serve import listener
 from jaxlora.serve.app import (
@@ -136,6 +138,16 @@ def test_without_a_key_nothing_is_answered(client, server):
     assert client.get("/healthz").json() == {"status": "ok"}
 
 
+def test_without_a_key_no_body_is_read(client):
+    """One of 6 kB may become 64 MB in memory."""
+    zstd = {"content-encoding": "zstd"}
+    for method, path in (("GET", "/healthz"), ("POST", "/api/v1/healthz")):
+        for body in (zstandard.compress(bytes(900)), iter([b"a"])):
+            answer = client.request(method, path, content=body, headers=zstd)
+            assert answer.status_code == 413, path
+            assert "has no body" in answer.text
+
+
 def test_a_key_is_read_from_either_header_and_has_scopes(client, server):
     key = headers(server, "train")["x-api-key"]
     for given in ({"x-api-key": key}, {"authorization": f"Bearer {key}"}):
@@ -233,6 +245,19 @@ def test_an_idle_connection_is_closed_by_its_client_or_proxy():
     assert server.config.timeout_keep_alive > 60
 
 
+def test_more_clients_may_wait_than_a_process_may_usually_have_files(monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        made, app = listener.Listener(settings={}), FastAPI()
+        server = made.server(app, lambda: None)
+        monkeypatch.setattr(server, "run", lambda sockets: None)
+        made.run(server, app)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_request_waits_for_no_long_turn_of_the_engine(monkeypatch, tmp_path):
     """It needs several turns of Python's lock, each of which took 5 ms."""
     found, before = [], sys.getswitchinterval()
@@ -245,6 +270,20 @@ def test_a_request_waits_for_no_long_turn_of_the_engine(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="that is all"):
         serve(ServeConfig(model="m", folder=str(tmp_path), port=free_port()))
     assert found[0] <= 0.001 and sys.getswitchinterval() == before
+
+
+def test_a_server_whose_jobs_cannot_be_read_ends(model, tmp_path, monkeypatch):
+    """A thread that runs on would keep its process, which answers nobody."""
+    server, app = make(model, tmp_path)
+
+    def start():
+        raise StorageError("the database is away")
+
+    monkeypatch.setattr(server.jobs, "start", start)
+    with pytest.raises(StorageError, match="is away") as found, TestClient(app):
+        pass
+    assert app.state.failure is found.value  # which `serve` raises
+    assert "engine" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_pages_of_other_sites_cannot_use_a_local_server(local):

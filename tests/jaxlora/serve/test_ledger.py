@@ -280,3 +280,13 @@ def test_engines_of_a_database_do_not_see_each_others_work(database, clock):
             second.forget(50)
             second.flush()
             assert second.find(model, 1) is None
+
+
+def test_a_reference_of_a_job_is_on_the_engine_of_its_job(database):
+    """Its id has an ending, and may begin with an e as those of other engines do."""
+    model = f"e{'0' * 31}-reference"
+    assert engine_of(model) == 0
+    with contextlib.closing(Ledger(database)) as ledger:
+        ledger.accept(logged(model, 1, CREATE))
+        ledger.flush()
+        assert [one.model for one in ledger.read().operations] == [model]

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxlora.serve.fleet import address
 from jaxlora.serve.fleet.address import engine_named
 from jaxlora.serve.fleet.relay import ClientGone, Incoming
 from jaxlora.serve.ids import Ids, engine_of
@@ -95,6 +97,38 @@ def test_protobuf_names_the_engine_at_its_beginning(size):
     packed = zstandard.compress(body)
     kinds = {"content_type": PROTOBUF, "content_encoding": "zstd"}
     assert named("/api/v1/forward_backward", packed, **kinds) == 3
+
+
+def test_a_body_without_a_beginning_is_not_read_again_and_again(monkeypatch):
+    """Empty blocks decompress to nothing, however many there are."""
+    read, begin = [], address._beginning
+
+    def beginning(sent, is_compressed):
+        read.append(len(sent))
+        return begin(sent, is_compressed)
+
+    monkeypatch.setattr(address, "_beginning", beginning)
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"a")
+    head, empty = frame[:6], bytes(3)  # a block that is raw, not the last, and of 0
+    body = head + empty * 200_000 + b"\x01\0\0"
+    assert zstandard.ZstdDecompressor().decompress(body, 10) == b""
+    kinds = {"content_type": PROTOBUF, "content_encoding": "zstd"}
+    assert named("/api/v1/forward_backward", body, **kinds) == 0
+    assert sum(read) < 4 * 2**18
+
+
+def test_a_small_body_that_becomes_large_is_read_in_another_thread(monkeypatch):
+    threads = []
+    decompress = address.decompress
+
+    def noted(body, most):
+        threads.append(threading.current_thread())
+        return decompress(body, most)
+
+    monkeypatch.setattr(address, "decompress", noted)
+    packed = zstandard.compress(b'{"model_id": "e3-a"}' + b" " * 10**6)
+    assert named("/api/v1/optim_step", packed, content_encoding="zstd") == 3
+    assert threads[0] is not threading.main_thread()
 
 
 def test_paths_name_the_engine_or_none():

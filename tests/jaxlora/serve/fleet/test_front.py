@@ -1,5 +1,7 @@
 """Several engines behind one address are used as one server is."""
 
+import asyncio
+import dataclasses
 import pathlib
 
 import httpx
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlora.serve.fleet import front as module
+from jaxlora.serve.fleet.relay import Incoming
 from jaxlora.serve.ids import Misdirected, engine_of
 from jaxlora.serve.operation import Unload
 from jaxlora.session.datum import Datum
@@ -99,6 +102,45 @@ def test_clients_of_an_engine_that_is_away_wait_and_others_do_not(
         assert train(api, found[1], 4, 2, seed=9) == elsewhere
 
 
+def test_a_request_about_an_engine_goes_to_no_other(fleet, monkeypatch):
+    """Another one would say that there is no such result, and the client gives up."""
+    engines = {n: module.Engine(n, pathlib.Path("none")) for n in range(2)}
+    front = dataclasses.replace(fleet.front, engines=engines)
+    engines[0].health = "ok"
+
+    async def receive():
+        return {"type": "http.request", "body": b'{"request_id": "e1-a"}'}
+
+    async def healthz(path, headers):
+        return 200, b'{"status": "ok"}'
+
+    async def choose():
+        path = "/api/v1/retrieve_future"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        choosing = asyncio.create_task(front.choose(scope, Incoming(receive)))
+        await asyncio.sleep(0.01)
+        assert not choosing.done()
+        monkeypatch.setattr(engines[1].relay, "get", healthz)
+        await engines[1].look()
+        engines[1].lose()  # before the request goes on
+        return await choosing
+
+    assert asyncio.run(choose()) is engines[1]
+
+
+@pytest.mark.parametrize("body", [b'{"detail": "an error"}', b"Internal Server Error"])
+def test_an_engine_that_answers_with_an_error_is_away(body, monkeypatch):
+    engine = module.Engine(0, pathlib.Path("none"))
+    engine.health = "ok"
+
+    async def healthz(path, headers):
+        return 500, body
+
+    monkeypatch.setattr(engine.relay, "get", healthz)
+    asyncio.run(engine.look())
+    assert engine.health is None
+
+
 def test_jobs_of_a_tenant_run_on_all_engines_and_are_one_list(fleet, tmp_path):
     api = fleet.as_tenant("jobs")
     call = lambda method, path, **given: fleet.client.request(
@@ -176,6 +218,8 @@ def test_metrics_and_the_page_are_of_all_engines(fleet):
     # After a restart of an engine, all points come anew.
     wrong = after.replace(view["epoch"].rpartition("-")[2], "0" * 16)
     assert {*models} <= get(f"/page/state{wrong}").json()["points"].keys()
+    for damaged in ("?after=\u0663&epoch=0-a", "?after=1&epoch=0-\u00e4"):
+        assert get(f"/page/state{damaged}").status_code == 422
 
 
 def test_bodies_are_bounded_and_large_ones_are_streamed(model, tmp_path):

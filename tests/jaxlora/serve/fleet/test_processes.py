@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import pathlib
 import signal
 import sys
 
@@ -12,6 +13,7 @@ from jaxlora.cli import serve as cli
 from jaxlora.config.serve_config import ServeConfig
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory import gpu_share
+from jaxlora.run.lock import RunLock
 from jaxlora.serve.fleet import processes
 from jaxlora.serve.fleet.processes import EngineProcess
 
@@ -23,34 +25,58 @@ exec cat
 """
 
 
-def test_a_process_that_is_killed_begins_again_and_ends_with_its_input(
-    tmp_path, monkeypatch
-):
-    script, told = tmp_path / "script", tmp_path / "told"
-    script.write_text(SCRIPT.format(told))
-    script.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(script))
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """An engine whose process is the script, which notes its beginnings in `told`."""
+    write_script(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "script"))
     monkeypatch.setattr(processes, "_RESTART_SECONDS", (0.01, 0.01))
-    config = ServeConfig(model="m", folder=str(tmp_path), engines=2, keys=True)
-    process = EngineProcess(number=1, folder=tmp_path / "1", device="GPU-b")
-    process.prepare(config)
-    assert process.folder.stat().st_mode & 0o77 == 0
+    made = EngineProcess(number=1, folder=tmp_path / "1", device="GPU-b")
+    made.prepare(config_in(tmp_path))
+    return made
 
-    async def lines(number: int) -> list[str]:
-        while not told.exists() or told.read_text().count("\n") < number:
-            await asyncio.sleep(0.01)
-        return told.read_text().splitlines()
 
-    async def run():
-        keeping = asyncio.create_task(process.keep())
-        (first,) = await lines(1)
-        assert not process.has_ended
-        os.kill(int(first.split()[0]), signal.SIGKILL)
-        _, second = await lines(2)
-        assert process.has_ended
+def write_script(folder: pathlib.Path) -> None:
+    (folder / "script").write_text(SCRIPT.format(folder / "told"))
+    (folder / "script").chmod(0o700)
+
+
+def config_in(folder: pathlib.Path) -> ServeConfig:
+    return ServeConfig(model="m", folder=str(folder), engines=2, keys=True)
+
+
+async def lines(folder: pathlib.Path, number: int) -> list[str]:
+    """Waits until so many processes have begun; returns what they have noted."""
+    told = folder / "told"
+    while not told.exists() or told.read_text().count("\n") < number:
+        await asyncio.sleep(0.01)
+    return told.read_text().splitlines()
+
+
+@contextlib.asynccontextmanager
+async def kept(process: EngineProcess):
+    keeping = asyncio.create_task(process.keep())
+    try:
+        yield
+    finally:
         keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
+
+
+def test_a_process_that_is_killed_begins_again_and_ends_with_its_input(
+    engine, tmp_path
+):
+    assert engine.folder.stat().st_mode & 0o77 == 0
+    config = config_in(tmp_path)
+
+    async def run():
+        async with kept(engine):
+            (first,) = await lines(tmp_path, 1)
+            assert not engine.has_ended
+            os.kill(int(first.split()[0]), signal.SIGKILL)
+            _, second = await lines(tmp_path, 2)
+            assert engine.has_ended
         return second
 
     pid, device, *arguments = asyncio.run(run()).split()
@@ -63,6 +89,37 @@ def test_a_process_that_is_killed_begins_again_and_ends_with_its_input(
     assert written.storage_url == config.storage_url
     assert (written.folder, written.engines) == (str(tmp_path / "1"), 1)
     assert written.demands_keys
+
+
+def test_a_process_that_cannot_begin_begins_later(engine, tmp_path, caplog):
+    (tmp_path / "script").unlink()
+
+    async def run():
+        async with kept(engine):
+            while not engine.has_ended:
+                await asyncio.sleep(0.01)
+            write_script(tmp_path)
+            await lines(tmp_path, 1)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert "engine 1 has ended before it began: " in caplog.text
+
+
+def test_an_engine_that_a_killed_front_has_left_may_end(engine, tmp_path, caplog):
+    """It writes snapshots first, and keeps others out of its folder as long."""
+
+    async def run():
+        with contextlib.ExitStack() as earlier:
+            earlier.enter_context(RunLock(engine.folder))
+            async with kept(engine):
+                while "engine 1 waits for the end of process" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                assert not (tmp_path / "told").exists()
+                earlier.close()
+                await lines(tmp_path, 1)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert not engine.has_ended
 
 
 def cli_config(path):

@@ -3,11 +3,14 @@
 import io
 import json
 import tarfile
+import types
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from jaxlora.config.serve_config import Quota
+from jaxlora.errors import StorageError
 from jaxlora.serve.app import delete_expired
 from jaxlora.serve.hub import Hub, Unavailable
 from jaxlora.serve.tinker.checkpoints import reserve
@@ -255,3 +258,15 @@ def test_a_session_that_was_not_finished_wholly_is_finished_later(api, monkeypat
         assert entry.fields["unloaded"]
         late = api.submit(pass_request(model, 1, DATA))
         assert late.status_code == 422 and "was unloaded" in late.json()["detail"]
+
+
+def test_a_model_counts_as_unloaded_when_the_log_has_that(api, monkeypatch):
+    """A crash between the two would leave it loaded for ever."""
+    model, accepted = api.model(), Future()
+    accepted.set_exception(StorageError("the disk is full."))
+    lost = types.SimpleNamespace(accepted=accepted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Hub, "submit_last", lambda *given: lost)
+        api.post("unload_model", 503, model_id=model)
+    entry = api.server.registry.owned("alice", "model", model)
+    assert not entry.fields.get("unloaded")
