@@ -1,5 +1,6 @@
 """Where open adapters are: in slots, parked on the host, or in files."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -125,6 +126,8 @@ class _File:
             self.rows = None
         except Exception as error:  # of the disk, or of the device that has the rows
             logger.warning("an adapter stays in memory: %s: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                self.path.unlink()  # a part of it would keep the disk full
         self.written.set_result(None)
 
     def read(self) -> _Rows:
