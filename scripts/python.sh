@@ -16,15 +16,25 @@ find_python() {
 }
 
 set_up() {
-  if [ ! -x .venv/bin/uv ]; then
+  if [ ! -x .venv/bin/pip ]; then
     local python
     python="$(find_python)"
     echo "Installing into .venv with $python. This takes a minute or two."
     "$python" -m venv .venv
+  fi
+  local own
+  own="$(.venv/bin/pip config list)"
+  if grep -Eq '[.](index-url|no-index|proxy)=' <<<"$own"; then
+    echo "Installing by pip, as its settings name an index or a proxy; uv does not read them."
+    .venv/bin/pip install --quiet --disable-pip-version-check --no-compile \
+        --editable ".[$1]"
+    return
+  fi
+  if [ ! -x .venv/bin/uv ]; then
     .venv/bin/pip install --quiet --disable-pip-version-check uv
   fi
   # pip takes several times as long to choose versions and to write ten thousand files.
-  # As pip does, it trusts the certificates of the system.
+  # As pip does, uv trusts the certificates of the system.
   .venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python \
       --editable ".[$1]"
 }

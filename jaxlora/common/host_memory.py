@@ -39,19 +39,22 @@ def _available(root: pathlib.Path) -> int:
 
 
 def _left_in_groups(root: pathlib.Path) -> Iterator[int]:
-    """Yields what is left of each limit of the control groups of this process."""
+    """Yields what is left of each limit of the control groups of this process.
+
+    A group has the limits of those around it, too; Slurm sets that of the job.
+    """
     yield 2**62
     lines = _text(root / "proc/self/cgroup").splitlines()
     own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
     for folder, kind, limit, use in _GROUPS:
-        place = root / folder / own.get(kind, "/").lstrip("/")
-        if not (place / limit).exists():  # a container sees its own group as the root
-            place = root / folder
-        most, used = _text(place / limit).strip(), _text(place / use).strip()
-        if most.isdecimal() and used.isdecimal():
-            stat = _numbers(place / "memory.stat")
-            cached = max(stat.get(name, 0) for name in _CACHED)
-            yield max(0, int(most) - int(used) + cached)
+        group = pathlib.PurePath(own.get(kind, "/").lstrip("/"))
+        # A container sees its own group as the root, and none by its name.
+        for place in (root / folder / part for part in (group, *group.parents)):
+            most, used = _text(place / limit).strip(), _text(place / use).strip()
+            if most.isdecimal() and used.isdecimal():
+                stat = _numbers(place / "memory.stat")
+                cached = max(stat.get(name, 0) for name in _CACHED)
+                yield max(0, int(most) - int(used) + cached)
 
 
 def _numbers(path: pathlib.Path) -> dict[str, int]:

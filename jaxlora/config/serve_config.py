@@ -165,7 +165,8 @@ class ServerSession(SessionConfig):
 
     Attributes:
         host_bytes: Memory of the host for adapters that are in no slot; beyond it, they
-            go to files. By default half of what is available when the server starts.
+            go to files. Engines share it equally. By default half of what is available
+            when the server starts.
     """
 
     rank: PositiveInt = 32

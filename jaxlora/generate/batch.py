@@ -344,7 +344,10 @@ class Batch:
         *starts, last = range(0, longest, self.shape.part_tokens)
         for start in starts:
             yield functools.partial(self._run_part, some, numbers, start)
-        yield functools.partial(self._run_last_part, some, numbers, last, taken)
+        # By the last part, the rows of sequences that were cancelled may have others.
+        others = [row for own in taken for i in own[1:] if (row := self._rows[i])]
+        given = some, numbers, last, taken, others
+        yield functools.partial(self._run_last_part, *given)
 
     def _run_part(
         self, rows: list[_Row | None], numbers: np.ndarray | None, start: int
@@ -386,12 +389,22 @@ class Batch:
         numbers: np.ndarray | None,
         start: int,
         taken: Sequence[Sequence[int]],
+        others: Sequence[_Row],
     ) -> None:
-        """Queues the last part of prompts, and their copies."""
+        """Queues the last part of prompts, and their copies.
+
+        Args:
+            rows, numbers, start: See `_run_part`.
+            taken: See `_parts_of`.
+            others: The sequences that get copies.
+        """
         self._run_part(rows, numbers, start)
-        for row, *others in taken:
-            if others:
-                self._repeat(row, others)
+        for row, *copies in taken:
+            if copies:
+                self._repeat(row, copies)
+        for other in others:
+            if other.request.max_new_tokens == 0:
+                self.cancel(other.answer)
 
     def _repeat(self, row: int, others: Sequence[int]) -> None:
         """Queues copies of a prompt."""

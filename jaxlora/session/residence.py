@@ -1,5 +1,6 @@
 """Where open adapters are: in slots, parked on the host, or in files."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -125,6 +126,8 @@ class _File:
             self.rows = None
         except Exception as error:  # of the disk, or of the device that has the rows
             logger.warning("an adapter stays in memory: %s: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                self.path.unlink()  # a part of it would keep the disk full
         self.written.set_result(None)
 
     def read(self) -> _Rows:
@@ -208,7 +211,7 @@ class Residence:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier process
         if host_bytes is None:
-            host_bytes = int(_HOST_SHARE * available_bytes())
+            host_bytes = default_host_bytes()
         self._most_pinned = min(_PINNED_BYTES, int(_PINNED_SHARE * host_bytes))
         self._table, self._programs = table, programs
         self._min_stay, self._folder = min_stay, folder
@@ -467,6 +470,11 @@ class Residence:
         file = _File(path, rows.is_finite, rows)
         self._writer.submit(file.write)
         return file
+
+
+def default_host_bytes() -> int:
+    """Returns the memory of the host for parked adapters if no setting gives it."""
+    return int(_HOST_SHARE * available_bytes())
 
 
 def _pinned(rows: jax.Array) -> Sharding:

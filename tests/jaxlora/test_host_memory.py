@@ -35,6 +35,16 @@ def write(root, files):
             },
             0,
         ),
+        (  # the process is in a group of its job, which has the limit
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/step/memory.max": "max\n",
+                "sys/fs/cgroup/job/step/memory.current": "100\n",
+                "sys/fs/cgroup/job/memory.max": "5000\n",
+                "sys/fs/cgroup/job/memory.current": "4000\n",
+            },
+            1000,
+        ),
     ],
 )
 def test_what_is_left(tmp_path, files, wanted):

@@ -22,6 +22,7 @@ from jaxlora.serve.jobs.record import JobTable
 from jaxlora.serve.keys import Keys
 from jaxlora.serve.listener import SOCKET, listen, lock_folder
 from jaxlora.serve.registry import Registry
+from jaxlora.session.residence import default_host_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,13 @@ class EngineProcess:
         """
         make_folder(self.folder)
         self.folder.chmod(0o700)
+        # Each engine alone would take half of the host's memory.
+        host_bytes = config.session.host_bytes or default_host_bytes()
+        share = max(1, host_bytes // config.num_engines)
         own = config.replace(
             engines=1,
             folder=str(self.folder),
+            session=config.session.replace(host_bytes=share),
             database=config.database_url,
             storage=config.storage_url,
         )

@@ -433,6 +433,7 @@ class Jobs:
         self._check_new(tenant, settings.name)
         self._limits.check_storage(tenant)
         job, prepared = await self._made(tenant, settings)
+        self._check_new(tenant, settings.name)  # others may have come meanwhile
         self._keep(new=[job])
         self._jobs[job.key] = job
         if len(self._running) < self._num_places:
@@ -447,6 +448,7 @@ class Jobs:
             raise Taken(f"you have a job {name!r} already. Choose another name.")
         if (most := self._limits.quota(tenant).models) is None:
             return
+        self._keep()  # as some may have ended just now
         if (live := [*self._table.live().values()].count(tenant)) >= most:
             raise OverQuota(
                 f"you have {live} jobs that have not ended, and your quota is "
@@ -570,6 +572,7 @@ class Jobs:
                 f"job {name!r} has done {at} steps, and the copy is to have "
                 f"{job.num_steps}. Raise steps or epochs."
             )
+        self._check_new(tenant, settings.name)  # others may have come meanwhile
         origin = {"job": parent.name, "step": at}
         job.settings = settings.replace(clone_of=origin)
         job.update(reason=f"it starts as a copy of {parent.name} at step {at}")

@@ -132,6 +132,22 @@ def test_log_probabilities_are_those_of_the_trainer(published):
         assert rank == 0 or all(top[rank - 1][1] >= top[rank][1] for top in tops[1:])
 
 
+def test_prompts_that_are_scored_twice_generate_nothing(published, monkeypatch):
+    """A turn of no tokens would count as a part of prompts that takes no time."""
+    _, samples = published()
+    queue, parts = Batch.queue, []
+
+    def noted(batch, *given):
+        parts.append(batch.runs_prompts)
+        return queue(batch, *given)
+
+    monkeypatch.setattr(Batch, "queue", noted)
+    one = call("b1", range(3, 80), max_tokens=0, prompt_logprobs=True)
+    first, second = drawn(samples, one, dataclasses.replace(one))
+    assert parts == [True] * 2
+    assert first.prompt_logprobs == second.prompt_logprobs
+
+
 def test_a_version_stays_as_it_was_and_changes_no_training(published):
     session, samples = published()
     other, _ = published()

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from jaxlora.cli import serve as cli
-from jaxlora.config.serve_config import ServeConfig
+from jaxlora.config.serve_config import ServeConfig, load_serve
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory import gpu_share
 from jaxlora.run.lock import RunLock
@@ -23,6 +23,16 @@ SCRIPT = """#!/bin/sh
 echo $$ $CUDA_VISIBLE_DEVICES $* >> {}
 exec cat
 """
+
+
+@pytest.mark.parametrize("given", [1001, None])
+def test_engines_share_the_memory_of_the_host(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "default_host_bytes", lambda: 1001)
+    settings = {"rank": 8, "host_bytes": given}
+    config = ServeConfig(model="m", folder=str(tmp_path), engines=2, session=settings)
+    EngineProcess(number=1, folder=tmp_path / "1", device=None).prepare(config)
+    session = load_serve(tmp_path / "1/serve.yaml").session
+    assert (session.host_bytes, session.rank) == (500, 8)
 
 
 @pytest.fixture

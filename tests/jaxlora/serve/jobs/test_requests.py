@@ -1,13 +1,16 @@
 """Requests for jobs: what is refused, and how jobs pause, stop, copy and restart."""
 
+import asyncio
 import contextlib
 import pathlib
 import shutil
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxlora.config.serve_config import Quota
 from jaxlora.errors import StorageError
 from jaxlora.serve.jobs import jobs
 from jaxlora.serve.operation import Save
@@ -229,6 +232,26 @@ def test_jobs_wait_for_a_place_by_priority(client):
     for name in ("b", "first"):
         client.ok("POST", f"jobs/{name}/stop")
         client.wait(name)
+
+
+def test_jobs_that_are_added_at_once_keep_to_the_quota(client, monkeypatch):
+    jobs, both = client.app.state.server.jobs, asyncio.Barrier(2)
+
+    async def made(*given, real=jobs._made):
+        await both.wait()
+        return await real(*given)
+
+    def add(name):
+        return client.post("/jobs/v1/jobs", json=SHORT | {"name": name})
+
+    monkeypatch.setattr(jobs._limits, "quota", lambda tenant: Quota(models=1))
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(jobs, "_made", made)
+        added = {one.status_code: one.json() for one in threads.map(add, "de")}
+    assert added.keys() == {201, 429} and "your quota is 1" in added[429]["detail"]
+    client.wait(added[201]["name"])
+    client.add(**SHORT, name="f")  # there is room as soon as one has ended
+    client.wait("f")
 
 
 def test_a_job_starts_from_the_adapter_of_another(client):
