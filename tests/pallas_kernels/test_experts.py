@@ -153,10 +153,7 @@ def both_ways(x, weights, projections, dy, expert_ids, block_adapter, sizes, opt
             given["s"] = s
             outputs = expert_linears(rows, projections, plan, **given)
             return [combine_rows(y, weights, plan) for y in outputs]
-        return [
-            expert_output(rows, p, weights, plan, s=s and s[i], **given)
-            for i, p in enumerate(projections)
-        ]
+        return [expert_output(rows, p, weights, plan, **given) for p in projections]
 
     y, back = jax.vjp(run, x, weights, projections)
     return y, *back(list(dy))

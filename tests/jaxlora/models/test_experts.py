@@ -91,13 +91,13 @@ def test_logits_and_gradients_equal_those_of_torch(case):
     rows = pack([other, sample], total=128)
     gradients, logits = run(spec, tables, model.params, settings, rows, is_target)
     gradients = to_paths(spec.stacks, {n: x[0] for n, x in gradients.items()})
-    # 1.09e-5 on some processors, whose sums have another order.
+    # Up to 1.1e-5, and 1.3e-4 of gradients, on some processors: sums have other orders.
     assert relative_error(logits[own], golden["logits"]) < 2e-5
     for path, name in names.items():
         for table, theirs in OF_PEFT.items():
             wanted = golden[f"{name}.{theirs}.gradient"]
             actual = np.asarray(gradients[f"{path}.{table}"]).T
-            assert relative_error(actual, wanted) < 1e-4, name
+            assert relative_error(actual, wanted) < 2e-4, name
 
 
 def test_experts_that_are_stored_in_two_tensors(tmp_path):

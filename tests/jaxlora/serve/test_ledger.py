@@ -40,7 +40,7 @@ def logged(model: str, seq_id: int, operation) -> Logged:
     return Logged(
         model=model,
         seq_id=seq_id,
-        request_id=f"{model}-{seq_id}",
+        request_id=f"{model}-{seq_id}"[-32:],
         tenant="t",
         encoded=encoded,
         digest=encoded.digest,
