@@ -182,7 +182,7 @@ class Replay:
         found = [(part, self._waiting_call(part)) for part in piece.parts]
         if not any(call is not None for _, call in found):
             return
-        self._piece = piece = self._with_alone(piece)
+        self._piece = piece = self._with_alone(piece, found)
         self._shared.meter.replayed += piece.rows > 0
         places: list[tuple[OpenAdapter, PassCall, int] | tuple[str, int]] = []
         are_others = piece.rows not in self._engine.sizes  # or it is a step
@@ -198,20 +198,37 @@ class Replay:
             self._engine.run_layout(piece.rows, places)
         self._piece = None
 
-    def _with_alone(self, piece: LoggedPiece) -> LoggedPiece:
+    def _with_alone(
+        self, piece: LoggedPiece, found: Sequence[tuple[Part, Call | None]]
+    ) -> LoggedPiece:
         """Logs which parts of a microbatch run alone from now on.
 
-        So a further replay has the same layouts, and the same bits.
+        So a further replay has the same layouts, and the same bits. If a part of a
+        model does, or has failed, so do its others: empty rows amid those of an adapter
+        would move them.
         """
         careful = self._careful()
+        broken = {
+            part.model
+            for part, call in found
+            if part.is_alone or part.key in careful or self._has_failed(part, call)
+        }
         parts = tuple(
-            dataclasses.replace(part, is_alone=part.is_alone or part.key in careful)
-            for part in piece.parts
+            dataclasses.replace(
+                part,
+                is_alone=part.is_alone or (call is not None and part.model in broken),
+            )
+            for part, call in found
         )
         if piece.rows and parts != piece.parts:
             piece = dataclasses.replace(piece, parts=parts)
             self._shared.ledger.queue(piece)
         return piece
+
+    def _has_failed(self, part: Part, call: Call | None) -> bool:
+        """Whether a part is not run again although no snapshot covers it."""
+        model = self._models.get(part.model)
+        return call is None and model is not None and part.seq_id > model.covered_seq
 
     def _waiting_call(self, part: Part) -> Call | None:
         """Returns the call of a part, if the part is still to be run.
