@@ -60,7 +60,7 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 @runtime_checkable
 class Guarded(Protocol):
-    """What a guard needs to know of the server that it stands before."""
+    """The parts of a server that its guard needs."""
 
     @property
     def config(self) -> ServeConfig:

@@ -43,7 +43,7 @@ _KEYS = sa.Table(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Principal:
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
         tenant: The tenant, who owns all that the request makes.

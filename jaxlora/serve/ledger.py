@@ -188,7 +188,7 @@ class LoggedModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a server goes on from.
+    """The state from which a server goes on.
 
     Attributes:
         models: The models that have a snapshot, were unloaded or have failed.
@@ -434,7 +434,7 @@ class Ledger:
         is_open, broken = True, None
         while is_open:
             entries, is_open = self._next()
-            # What follows an entry that is never written is not written, either.
+            # Entries after one that is never written are not written, either.
             if entries and broken is None:
                 try:
                     self._write(entries)

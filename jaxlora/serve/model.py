@@ -51,7 +51,7 @@ class Promise:
     taken_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self):
-        # Who stops to wait for them cancels them, and others wait on.
+        # A caller that stops waiting may cancel them; others still wait.
         self.accepted.set_running_or_notify_cancel()
         self.outcome.set_running_or_notify_cancel()
 

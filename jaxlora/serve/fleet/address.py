@@ -20,14 +20,14 @@ _ANYWHERE = frozenset(
     f"{TINKER}{name}" for name in ("session_heartbeat", "telemetry", "sessions/search")
 )
 _MOST_ID = 600
-# Of a compressed body, so much has its first bytes: a block is not larger than half.
+# The first bytes of a compressed body are within so many: a block has half at most.
 _MOST_BEGIN = 2**18
 # Other requests go on while a larger one is read.
 _LARGE_BODY = 2**17
 
 
 class _Named(pydantic.BaseModel):
-    """What bodies name. A body is read without making objects of all else."""
+    """The ids in a body, which is read without making objects of all else."""
 
     request_id: Any = None
     sampling_session_id: Any = None

@@ -273,7 +273,7 @@ def make_front(front: Front, lifespan: Callable[[FastAPI], Any]) -> FastAPI:
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = front
     app.include_router(_router(front))
-    # What has no route here is for an engine.
+    # A request without a route here is for an engine.
     app.router.default = front.forward
     app.router.redirect_slashes = False
     install_errors(app)

@@ -43,7 +43,7 @@ from jaxlora.serve.operation import (
     Step,
     Unload,
 )
-from jaxlora.serve.storage import NotStored, Storage
+from jaxlora.serve.storage import Storage
 from jaxlora.session.datum import ChosenLoss
 from jaxlora.session.operations import write_folder
 from jaxlora.train.job_state import JobState
@@ -268,7 +268,7 @@ class Driver:
     def _write_adapter(self, name: str, adapter: Callable[[], Adapter]) -> None:
         """Writes an adapter into the storage, unless it is there already."""
         storage, key = self._around.storage, self._job.file(name)
-        if is_there(storage, key):
+        if storage.has(key):
             return
         with storage.writing(key) as path:
             write_folder(self._model, adapter(), path)
@@ -301,7 +301,7 @@ class Driver:
         found = {which: await _log_likelihoods(own) for which, own in passes.items()}
         if other is not None:
             await _result(submit(Unload()))
-        if not is_there(self._around.storage, key := job.file("references")):
+        if not self._around.storage.has(key := job.file("references")):
             with self._around.storage.writing(key) as path:
                 safetensors.numpy.save_file(found, path)
 
@@ -421,7 +421,7 @@ class Driver:
         job, storage = self._job, self._around.storage
         await self._save(job.file("copied", copy.job), "state")
         references = job.file("references", copy.job)
-        if self._state.references and not is_there(storage, references):
+        if self._state.references and not storage.has(references):
             path = storage.fetch(job.file("references"))
             with storage.writing(references) as new:
                 shutil.copyfile(path, new)
@@ -539,11 +539,3 @@ def awaited[T](future: Future[T]) -> asyncio.Future[T]:
 
     future.add_done_callback(tell)
     return found
-
-
-def is_there(storage: Storage, key: str) -> bool:
-    """Whether the storage has something by a key."""
-    try:
-        return bool(storage.files(key))
-    except NotStored:
-        return False
