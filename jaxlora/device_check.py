@@ -7,6 +7,7 @@ would take weeks in place of hours. `check_device` is called before anything com
 import contextlib
 import importlib
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import re
@@ -18,7 +19,7 @@ from jaxlora.common.background import in_background
 from jaxlora.errors import DeviceError
 
 _SECONDS = 20.0  # without its daemon, the driver starts anew for each query
-A_GPU = re.compile(r"\d+|(GPU|MIG)-.*")  # an entry of CUDA_VISIBLE_DEVICES
+_A_GPU = re.compile(r"\d+|(GPU|MIG)-.*")
 _MEANT = "To compute on the CPU, say so: --device cpu, or JAX_PLATFORMS=cpu."
 _CHECK = "from jaxlora.device_check import check_device; check_device()"
 
@@ -108,11 +109,19 @@ def use_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def named_gpus(visible: str) -> list[str]:
+    """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES names, as CUDA reads it.
+
+    CUDA ignores an invalid entry and all that follow it.
+    """
+    names = map(str.strip, visible.split(","))
+    return list(itertools.takewhile(_A_GPU.fullmatch, names))
+
+
 def visible_gpu() -> str | None:
     """Says by what an NVIDIA GPU is known to be visible here; None if none is."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # CUDA ignores what follows an invalid entry.
-    if allowed is not None and not A_GPU.fullmatch(allowed.split(",")[0].strip()):
+    if allowed is not None and not named_gpus(allowed):
         return None
     # A container may show the driver of its host in /proc, but no device.
     if nodes := _device_nodes():

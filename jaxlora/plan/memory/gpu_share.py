@@ -6,13 +6,14 @@ by default. The command line takes more of a GPU that no other process uses.
 
 import csv
 import dataclasses
-import itertools
 import logging
 import os
 import pathlib
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+
+from jaxlora.device_check import named_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,7 @@ def visible_devices(
         return []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        items = [item.strip() for item in visible.split(",")]
-        # CUDA ignores what follows an invalid entry.
-        return [*itertools.takewhile(lambda item: item and item != "-1", items)]
+        return named_gpus(visible)
     if shutil.which("nvidia-smi") is None:
         return []
     gpus = query_gpus() if query is None else query()

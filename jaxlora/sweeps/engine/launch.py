@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxlora.common.atomic import make_folder, wrap_os_errors
-from jaxlora.device_check import A_GPU
+from jaxlora.device_check import named_gpus
 from jaxlora.errors import ConfigError
 from jaxlora.plan.memory.gpu_share import query_gpus
 from jaxlora.sharding.mesh_sizes import MeshSizes
@@ -216,8 +216,6 @@ def _gpus(environ: Mapping[str, str]) -> list[str] | None:
     """Returns the GPUs that this process may use; None if there are none at all."""
     visible = environ.get(VISIBLE)
     if visible is not None:
-        # CUDA ignores what follows an invalid entry.
-        names = map(str.strip, visible.split(","))
-        return list(itertools.takewhile(A_GPU.fullmatch, names))
+        return named_gpus(visible)
     found = query_gpus()
     return None if found is None else [gpu.uuid for gpu in found]

@@ -178,5 +178,6 @@ def test_visible_gpus(monkeypatch):
     assert find({}) == ["GPU-a", "GPU-b"]
     assert find({"CUDA_VISIBLE_DEVICES": "1, MIG-x"}) == ["1", "MIG-x"]
     assert find({"CUDA_VISIBLE_DEVICES": "0,-1,1"}) == ["0"]
+    assert find({"CUDA_VISIBLE_DEVICES": "0,none,1"}) == ["0"]
     assert find({"CUDA_VISIBLE_DEVICES": ""}) == []
     assert find({"JAX_PLATFORMS": "cpu"}) == []
